@@ -1,0 +1,234 @@
+"""What a measurement is: typed records with their raw values, written as one JSON file each. No torch here.
+
+A record holds raw values per item (sequence, question, repeat), never only a mean, so that a report can pair and
+resample them. Units are in the field names: bytes, seconds, nats, tokens_per_s. Unknown is None, never 0.
+
+RUN/measure/ARM/KIND.json holds one `Record`; KIND is the lower-case name of its data class without "Data".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+SCHEMA_VERSION = 1
+ARMS = ("bf16", "ptq", "qad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What computed the numbers. `emulated`: the FP4 arithmetic was simulated, so speed says nothing of Blackwell."""
+
+    name: str
+    version: str
+    dtype: str
+    device: str
+    kernel_path: str
+    emulated: bool
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryData:
+    """Bytes on disk from safetensors headers. `bytes_by_class` sums to `tensor_bytes`; with headers to `file_bytes`.
+
+    Classes: fp4_codes, block_scales, global_scales, fp8, bf16, other.
+    `parameters` counts logical weights (a packed byte is two); tied tensors count once.
+    """
+
+    KIND: ClassVar[str] = "memory"
+    bytes_by_class: dict[str, int]
+    tensor_bytes: int
+    file_bytes: int
+    parameters: int
+    quantized_parameters: int
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits on disk per logical parameter."""
+        return 8 * self.file_bytes / self.parameters
+
+    @property
+    def quantized_share(self) -> float:
+        """Share of the parameters that is stored in four bits."""
+        return self.quantized_parameters / self.parameters
+
+
+# --- fidelity ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FidelitySequence:
+    """Sums over the predicted tokens of one sequence; sequences are the clusters of every interval.
+
+    kl_sum: nats, KL(teacher || student) over the full vocabulary. nll_*: nats of the text's own next token.
+    """
+
+    cluster: str
+    tokens: int
+    kl_sum: float
+    top1_agree: int
+    nll_teacher_sum: float
+    nll_student_sum: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FidelityData:
+    """Distance from the BF16 teacher on the test split. `token_kl`: quantiles p50 p90 p99 p99_9 and max, nats."""
+
+    KIND: ClassVar[str] = "fidelity"
+    data: str
+    sequences: list[FidelitySequence]
+    token_kl: dict[str, float]
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One scored question. Items pair across arms on (doc_hash, prompt_hash) and must agree in target_hash."""
+
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    cluster: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScore:
+    """Scores of one task under one filter. `chance`: what guessing scores, None where that has no meaning."""
+
+    task: str
+    version: str
+    metric: str
+    filter: str
+    n_shot: int
+    higher_is_better: bool
+    chance: float | None
+    limit: int | None
+    items: list[Item]
+
+
+@dataclasses.dataclass(frozen=True)
+class AccuracyData:
+    KIND: ClassVar[str] = "accuracy"
+    tasks: list[TaskScore]
+
+
+# --- throughput ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ThroughputPoint:
+    """One phase at one shape; every repeat is kept. phase: prefill (prompt tokens) or decode (generated tokens)."""
+
+    phase: str
+    batch: int
+    input_tokens: int
+    output_tokens: int
+    tokens_per_s: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ThroughputData:
+    KIND: ClassVar[str] = "throughput"
+    points: list[ThroughputPoint]
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+Data = Union[MemoryData, FidelityData, AccuracyData, ThroughputData]
+_DATA: dict[str, type[Any]] = {d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ThroughputData)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One measurement of one checkpoint.
+
+    arm          bf16, ptq, qad, or any name of a checkpoint measured by hand
+    model        display name of the model
+    checkpoint   identity of the measured weights (hash of the folder's files), so no score is credited to another
+    settings     everything that must be equal for two records to be comparable
+    provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
+    """
+
+    arm: str
+    model: str
+    checkpoint: str
+    engine: Engine
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    created: str
+    seconds: float
+    data: Data
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def kind(self) -> str:
+        return self.data.KIND
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """Plain JSON types; `kind` says which data class `data` is."""
+    return {"kind": record.kind, **dataclasses.asdict(record)}
+
+
+def from_json(raw: dict[str, Any]) -> Record:
+    """Raises ValueError for an unknown kind, a schema of another version, or fields that do not fit."""
+    raw = dict(raw)
+    kind = raw.pop("kind", None)
+    if kind not in _DATA:
+        raise ValueError(f"unknown kind of record {kind!r}; known: {', '.join(_DATA)}")
+    if raw.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"record has schema {raw.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
+    data = _build(_DATA[kind], raw.pop("data", None), "data")
+    return typing.cast(Record, _build(Record, {**raw, "data": data}, "record"))
+
+
+def write(record: Record, path: Path) -> None:
+    """Write aside, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(to_json(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read(path: Path) -> Record:
+    """Raises ValueError naming the file where it is not a record."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a measurement record: {error}") from error
+
+
+def _build(cls: Any, value: Any, where: str) -> Any:
+    """Rebuild a value of (possibly nested) annotated type `cls` from JSON types."""
+    if dataclasses.is_dataclass(value):
+        return value
+    if dataclasses.is_dataclass(cls):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is {type(value).__name__}, expected an object")
+        hints = get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(value) - set(fields))
+        required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+        missing = sorted(required - set(value))
+        if unknown or missing:
+            raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
+        return cls(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+    origin, args = get_origin(cls), get_args(cls)
+    if origin is list:
+        return [_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin in (Union, types.UnionType):
+        return None if value is None else _build(next(a for a in args if a is not type(None)), value, where)
+    if cls is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value

@@ -1,0 +1,220 @@
+"""Stages and the folders they leave: write aside, manifest last, rename. What looks finished is finished.
+
+    run_stage(kind, out, config, inputs, work) -> Artifact
+
+`work(folder)` fills `OUT.partial/`; then the manifest is written there and the folder is renamed to OUT. A finished
+OUT with the same key (kind, config, contents of the inputs) is reused. The key leaves out the commit of this
+tool: a differing commit is a warning, not hours of work again.
+
+The manifest (qad_manifest.json) holds: schema_version, kind, status, key, config, config_hash, inputs (name ->
+digest), files (path -> bytes, sha256), digest, producer, environment, argv, created, seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qad import provenance
+from qad.errors import ArtifactError, StorageError
+
+MANIFEST = "qad_manifest.json"
+SCHEMA_VERSION = 1
+_STAGE_FILE = "stage.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """A finished stage. `digest` identifies the contents: equal digests, equal files."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
+
+    @property
+    def key(self) -> str:
+        return str(self.manifest["key"])
+
+    @property
+    def digest(self) -> str:
+        return str(self.manifest["digest"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.manifest["config"])
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys: the text that is hashed."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest_of(value: Any) -> str:
+    """sha256 of the canonical JSON of a value."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stage_key(kind: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    """Identity of a stage's result before it exists."""
+    return digest_of({"kind": kind, "config": config, "inputs": inputs})
+
+
+def open_artifact(path: Path, kind: str | None = None) -> Artifact:
+    """Open a finished folder. Raises ArtifactError where it is missing, unfinished, of another kind, or where a file
+    is gone or has another size than its manifest says."""
+    manifest_path = path / MANIFEST
+    if not manifest_path.is_file():
+        unfinished = path.with_name(path.name + ".partial").exists()
+        hint = "an unfinished one lies beside it; run the same command again" if unfinished else "check the path"
+        raise ArtifactError(f"{path} is not a finished {kind or 'artifact'} (no {MANIFEST}): {hint}")
+    try:
+        artifact = Artifact(path, json.loads(manifest_path.read_text(encoding="utf-8")))
+        files = artifact.manifest["files"]
+    except (ValueError, KeyError) as error:
+        raise ArtifactError(f"{manifest_path} cannot be read ({error}): remove {path} and run again") from error
+    if kind is not None and artifact.kind != kind:
+        raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            raise ArtifactError(f"{file} was removed or changed after it was written: remove {path} and run again")
+    return artifact
+
+
+def run_stage(
+    kind: str,
+    out: Path,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    work: Callable[[Path], None],
+    *,
+    resumable: bool = False,
+    replace: bool = False,
+) -> Artifact:
+    """Run a stage, or return the finished one with the same key.
+
+    inputs: name -> digest of each input. resumable: an OUT.partial of the same key is handed to `work` as it is
+    instead of being emptied. replace: a finished OUT with another key is replaced (only after the new one is whole);
+    otherwise it is refused. Raises ArtifactError for that and for a non-empty OUT without manifest, StorageError when
+    writing fails.
+    """
+    key = stage_key(kind, config, inputs)
+    if (out / MANIFEST).is_file():
+        found = _reusable(out, kind, key, replace)
+        if found:
+            return found
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ArtifactError(f"{out} exists and was not written by this tool: choose another --out or empty it")
+    partial = out.with_name(out.name + ".partial")
+    started = time.monotonic()
+    try:
+        _prepare(partial, key, resumable)
+        work(partial)
+        (partial / _STAGE_FILE).unlink()
+        manifest = _manifest(kind, key, config, inputs, partial, time.monotonic() - started)
+        _write_json(partial / MANIFEST, manifest)
+        _swap(partial, out)
+    except OSError as error:
+        where = error.filename or partial
+        raise StorageError(
+            f"cannot write {where}: {error.strerror or error}. Nothing unfinished is left under its final name; "
+            "make room and run the same command again"
+        ) from error
+    return Artifact(out, manifest)
+
+
+def _reusable(out: Path, kind: str, key: str, replace: bool) -> Artifact | None:
+    try:
+        found = open_artifact(out)
+    except ArtifactError:
+        if replace:
+            return None
+        raise
+    if found.key == key:
+        if found.manifest["producer"].get("commit") != provenance.producer()["commit"]:
+            warnings.warn(f"{out} was made by another commit of this tool; reused, its inputs are equal", stacklevel=3)
+        return found
+    if not replace:
+        raise ArtifactError(
+            f"{out} holds a finished {found.kind} made from other inputs or settings: choose another --out or remove it"
+        )
+    return None
+
+
+def _prepare(partial: Path, key: str, resumable: bool) -> None:
+    stage_file = partial / _STAGE_FILE
+    if partial.exists():
+        same = False
+        if resumable and stage_file.is_file():
+            try:
+                same = json.loads(stage_file.read_text(encoding="utf-8")).get("key") == key
+            except ValueError:
+                same = False
+        if not same:
+            shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    _write_json(stage_file, {"key": key})
+
+
+def _manifest(
+    kind: str, key: str, config: Mapping[str, Any], inputs: Mapping[str, str], folder: Path, seconds: float
+) -> dict[str, Any]:
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "status": "complete",
+        "key": key,
+        "config": dict(config),
+        "config_hash": digest_of(config),
+        "inputs": dict(inputs),
+        "files": files,
+        "digest": digest_of({"kind": kind, "files": {name: facts["sha256"] for name, facts in files.items()}}),
+        **provenance.provenance(),
+        "created": provenance.now(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _swap(partial: Path, out: Path) -> None:
+    """Rename partial to out; an old out is moved away first and removed last. Killed in between, the next start
+    finds either the old or the new folder, or `partial` whole, which it makes again."""
+    stale = out.with_name(out.name + ".stale")
+    if stale.exists():
+        shutil.rmtree(stale)
+    if out.exists():
+        out.rename(stale)
+    partial.rename(out)
+    if stale.exists():
+        shutil.rmtree(stale)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Write aside, flush to disk, rename."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

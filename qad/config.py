@@ -1,0 +1,262 @@
+"""Recipes: short YAML files, validated strictly before anything runs.
+
+A key that is not known names its nearest neighbour; a value that does not fit says what is allowed. Defaults are
+those of the method (arXiv 2601.20088): forward KL at temperature 1 over all tokens, AdamW (.9, .95), no weight decay,
+gradient clipping 1.0, constant learning rate.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qad.errors import UsageError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSource(_Strict):
+    """Text. source: `python-docs` (the standard library's own), `text` (files; blank lines separate documents) or
+    `jsonl` (one object a line, its `field` is the document).
+
+    split: `auto` gives each role its own share of the documents by content hash (calibration 10 %, train 70 %,
+    validation 10 %, test 10 %); `all` takes the whole file for the role that names it.
+    """
+
+    source: Literal["python-docs", "text", "jsonl"]
+    path: str | None = None
+    field: str = "text"
+    split: Literal["auto", "all"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """`data: python-docs`, `data: notes.txt`, `data: chat.jsonl` for short."""
+        if not isinstance(value, str):
+            return value
+        if value == "python-docs":
+            return {"source": value}
+        return {"source": "jsonl" if value.endswith((".jsonl", ".json")) else "text", "path": value}
+
+    @model_validator(mode="after")
+    def _needs_path(self) -> DataSource:
+        if (self.path is None) != (self.source == "python-docs"):
+            raise ValueError(f"source {self.source!r} {'needs' if self.path is None else 'takes no'} path")
+        return self
+
+
+class Quantize(_Strict):
+    """format: NVFP4 (W4A4) or W4A16_NVFP4. include / exclude: globs on full module names."""
+
+    format: Literal["NVFP4", "W4A16_NVFP4"] = "NVFP4"
+    include: list[str] = ["*"]
+    exclude: list[str] = []
+    scales: Literal["dynamic"] = "dynamic"
+    kv_cache: Literal["off"] = "off"
+
+
+class Calibrate(_Strict):
+    """samples sequences of seq_len tokens; headroom multiplies the calibrated amax of activations."""
+
+    data: DataSource
+    samples: Positive = 512
+    seq_len: Positive = 512
+    headroom: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Train(_Strict):
+    """tokens: total; each step takes batch_size sequences of seq_len tokens, micro_batch_size at a time.
+
+    validate_every: steps between validations; validation_tokens of the validation split choose the best
+    checkpoint. save_every: steps between resumable states. chunk: tokens whose logits exist at one time.
+    """
+
+    method: Literal["qad"] = "qad"
+    data: DataSource
+    tokens: Positive
+    seq_len: Positive = 512
+    batch_size: Positive = 4
+    micro_batch_size: Positive | None = None
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    validate_every: Positive = 10
+    validation_tokens: Positive = 4096
+    save_every: Positive = 10
+    chunk: Positive = 512
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // self.tokens_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens of whole steps; at most one step less than asked for."""
+        return self.steps * self.tokens_per_step
+
+    @model_validator(mode="after")
+    def _whole(self) -> Train:
+        if self.steps < 1:
+            raise ValueError(f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len)")
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
+        return self
+
+
+class Export(_Strict):
+    layout: Literal["modelopt"] = "modelopt"
+    shard_size: Positive = 5_000_000_000
+
+
+class Fidelity(_Strict):
+    """Documents of the test split, each cut at seq_len, until `tokens` are reached."""
+
+    data: DataSource
+    tokens: Positive = 8192
+    seq_len: Positive = 512
+
+
+class Accuracy(_Strict):
+    """tasks: shipped (qad_*) or any lm-eval task. limit: items per task, for smoke runs."""
+
+    tasks: list[str]
+    limit: Positive | None = None
+    n_shot: Annotated[int, Field(ge=0)] = 0
+    batch_size: Positive = 16
+
+
+class Throughput(_Strict):
+    batch: Positive = 1
+    input_tokens: Positive = 256
+    output_tokens: Positive = 32
+    repeats: Positive = 3
+
+
+class Measure(_Strict):
+    memory: bool = True
+    fidelity: Fidelity | None = None
+    accuracy: Accuracy | None = None
+    throughput: Throughput | None = None
+
+
+class Recipe(_Strict):
+    """One run, whole. dtype: compute dtype of teacher and student; auto is BF16 where the hardware multiplies BF16
+    natively, else FP32."""
+
+    model: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantize: Quantize = Quantize()
+    calibrate: Calibrate
+    train: Train
+    export: Export = Export()
+    measure: Measure = Measure()
+
+    def section(self, name: str) -> dict[str, Any]:
+        """One section as plain JSON types, for a stage's config."""
+        value: dict[str, Any] = getattr(self, name).model_dump(mode="json")
+        return value
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes that come with the tool."""
+    folder = resources.files("qad.recipes")
+    return {f.name.removesuffix(".yaml"): Path(str(f)) for f in folder.iterdir() if f.name.endswith(".yaml")}
+
+
+def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe by path or shipped name and apply `key.sub=value` overrides. Raises UsageError, one line."""
+    path = Path(recipe)
+    if not path.is_file():
+        shipped = shipped_recipes()
+        if recipe not in shipped:
+            near = difflib.get_close_matches(recipe, shipped, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"shipped recipes: {', '.join(sorted(shipped))}"
+            raise UsageError(f"recipe {recipe} is neither a file nor a shipped recipe: {hint}")
+        path = shipped[recipe]
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} is not a recipe: expected keys such as model, calibrate, train")
+    for override in overrides:
+        _override(raw, override)
+    return parse_recipe(raw, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
+    """Validate plain data. Raises UsageError naming the first fault by its dotted key."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {_explain(error)}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Two equal keys in one mapping are an error, not the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.YAMLError(f"key {repeated!r} appears twice, near line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--set {override}: expected key=value, such as train.lr=1e-5")
+    node = raw
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {override}: the value is not valid YAML") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first fault in one line: which key, what is wrong, the nearest known key."""
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    dotted = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        known = list(_fields_at(location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {dotted!r}: {hint}"
+    if first["type"] == "missing":
+        return f"key {dotted!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{dotted or 'recipe'}: {message} (got {first['input']!r})" if dotted else message
+
+
+def _fields_at(location: list[str]) -> Iterable[str]:
+    model: type[BaseModel] = Recipe
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return model.model_fields

@@ -1,0 +1,137 @@
+"""Which Linears are quantized, decided from names and shapes before any work, and why the others are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from qad.errors import UsageError
+from qad.fusion import scale_groups
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BLOCK_SIZE = 16
+_NEVER = {
+    "lm_head": "output head",
+    "embed_out": "output head",
+    "gate": "router",
+    "router": "router",
+    "shared_expert_gate": "router",
+}
+_TOWERS = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The decision. format: NVFP4 (W4A4) or W4A16_NVFP4. modules: name -> (N, K), in model order.
+
+    excluded: every other Linear, router and embedding -> reason. groups: the scale groups, each module in exactly one.
+    """
+
+    format: str
+    modules: dict[str, tuple[int, int]]
+    excluded: dict[str, str]
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        return scale_groups(self.modules)
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self.format == "NVFP4"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Selection:
+        return cls(raw["format"], {n: (s[0], s[1]) for n, s in raw["modules"].items()}, dict(raw["excluded"]))
+
+
+def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> Selection:
+    """Decide for a model (meta device is enough).
+
+    A pattern is a glob on the full module name. Heads, embeddings, routers, vision towers and Linears whose K is not
+    divisible by 16 are never quantized. Raises UsageError for a pattern that matches nothing, a scale group of
+    which only a part would be quantized, and an empty selection.
+    """
+    import torch.nn as nn
+
+    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for pattern in (*include, *exclude):
+        _require_match(pattern, (*linears, *others))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads = {n for n, m in model.named_modules() if m is head and head is not None}
+    modules, excluded = {}, dict(others)
+    for name, shape in linears.items():
+        reason = "output head" if name in heads else _reason(name, shape, include, exclude)
+        if reason:
+            excluded[name] = reason
+        else:
+            modules[name] = shape
+    _require_whole_groups(modules, excluded)
+    if not modules:
+        raise UsageError(f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude")
+    return Selection(format, modules, excluded)
+
+
+def _reason(name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    parts = name.split(".")
+    if parts[-1] in _NEVER:
+        return _NEVER[parts[-1]]
+    tower = next((part for part in parts if part in _TOWERS), None)
+    if tower:
+        return f"inside {tower}"
+    if shape[1] % BLOCK_SIZE:
+        return f"in_features {shape[1]} is not divisible by {BLOCK_SIZE}"
+    pattern = next((p for p in exclude if fnmatchcase(name, p)), None)
+    if pattern:
+        return f"excluded by {pattern!r}"
+    if not any(fnmatchcase(name, p) for p in include):
+        return "not included"
+    return None
+
+
+def _require_match(pattern: str, names: Iterable[str]) -> None:
+    names = list(names)
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+    hint = f"; nearest is {near[0]!r}" if near else ""
+    raise UsageError(f"pattern {pattern!r} matches no module{hint}. Patterns are globs on full names, such as '*.mlp.*'")
+
+
+def _require_whole_groups(modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:
+    for group in scale_groups([*modules, *excluded]):
+        kept = [name for name in group if name in excluded]
+        if kept and len(kept) < len(group):
+            raise UsageError(
+                f"{', '.join(sorted(set(group) - set(kept)))} would be quantized but {', '.join(kept)} not "
+                f"({excluded[kept[0]]}): engines fuse them, so include or exclude all of them"
+            )
+
+
+def describe(selection: Selection) -> list[str]:
+    """Lines to print before any work: counts by leaf name, then what stays BF16 and why."""
+    leaves: dict[str, int] = {}
+    for name in selection.modules:
+        leaves[name.rpartition(".")[2]] = leaves.get(name.rpartition(".")[2], 0) + 1
+    parameters = sum(n * k for n, k in selection.modules.values())
+    lines = [
+        f"{selection.format}: {len(selection.modules)} Linears, {parameters / 1e6:,.1f} M weights in "
+        f"{len(selection.groups)} scale groups ({', '.join(f'{leaf} {count}' for leaf, count in leaves.items())})"
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in selection.excluded.items():
+        reasons.setdefault(reason, []).append(name)
+    lines += [f"stays BF16: {_shorten(names)} ({reason})" for reason, names in reasons.items()]
+    return lines
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... {names[-1]} ({len(names)} modules)"
