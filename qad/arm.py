@@ -105,7 +105,7 @@ def write_arm(
     if selection is not None:
         (folder / "selection.json").write_text(json.dumps(selection.to_json(), indent=1) + "\n")
     if input_scales:
-        scales = {f"{module}.input_scale": scale.reshape(()) for module, scale in input_scales.items()}
+        scales = {f"{module}.input_scale": scale.reshape(()).clone() for module, scale in input_scales.items()}
         save_file(scales, folder / "scales.safetensors", metadata={"format": "pt"})
     if weights is not None:
         contiguous = {key: weight.detach().contiguous() for key, weight in weights.items()}

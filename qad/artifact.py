@@ -29,6 +29,7 @@ from qad.errors import ArtifactError, StorageError
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
 _STAGE_FILE = "stage.json"
+_LOGS = ("metrics.jsonl",)  # hold wall-clock times, so they are listed and hashed but are no part of the identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _manifest(
         "config_hash": digest_of(config),
         "inputs": dict(inputs),
         "files": files,
-        "digest": digest_of({"kind": kind, "files": {name: facts["sha256"] for name, facts in files.items()}}),
+        "digest": digest_of({"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _LOGS}}),
         **provenance.provenance(),
         "created": provenance.now(),
         "seconds": round(seconds, 1),

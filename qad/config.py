@@ -83,6 +83,7 @@ class Train(_Strict):
 
     method: Literal["qad"] = "qad"
     data: DataSource
+    validation_data: DataSource | None = None
     tokens: Positive
     seq_len: Positive = 512
     batch_size: Positive = 4

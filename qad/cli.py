@@ -1,0 +1,210 @@
+"""The command `qad`. Parsing only: each command imports what it needs when it runs, so that --help is instant.
+
+Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint), 2 usage or input error, 3 inconclusive,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qad import __version__
+from qad.errors import QadError, UsageError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parser().parse_args(argv)
+    _quiet_third_parties()
+    try:
+        command: Callable[[argparse.Namespace], int] = args.command
+        return command(args)
+    except QadError as error:
+        print(f"qad: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qad", description="From a BF16 language model to a signed-off NVFP4 deployment."
+    )
+    parser.add_argument("--version", action="version", version=f"nvfp4-qad {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    sub = _command(commands, "run", _run, "everything: calibrate, train, export, check, measure, report")
+    _recipe(sub)
+    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder; finished stages in it are reused")
+
+    sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
+    _recipe(sub)
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
+
+    sub = _command(commands, "train", _train, "make the QAD arm: calibrate, then distil")
+    _recipe(sub)
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
+    sub.add_argument("--ptq", type=Path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)")
+
+    sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
+    sub.add_argument("arm", type=Path, metavar="ARM_DIR")
+    sub.add_argument("--layout", choices=["modelopt"], default="modelopt", help="checkpoint layout (default: modelopt)")
+    sub.add_argument("--shard-size", type=int, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+    sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
+    sub.add_argument("folder", type=Path, metavar="DIR")
+    sub.add_argument("--source", type=Path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights")
+    sub.add_argument("--tp", type=int, default=1, metavar="N", help="planned tensor parallelism (default: 1)")
+    sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
+    sub.add_argument("--strict", action="store_true", help="warnings count as errors")
+    sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
+
+    sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
+    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput"])
+    sub.add_argument("folder", type=Path, metavar="HF_DIR")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON record to write")
+    sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
+    sub.add_argument("--teacher", type=Path, metavar="DIR", help="fidelity: the BF16 original")
+    sub.add_argument("--data", default="python-docs", help="fidelity: python-docs, or a text or JSONL file (its test split)")
+    sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
+    sub.add_argument("--tasks", default="qad_facts,qad_agreement", help="accuracy: comma-separated task names")
+    sub.add_argument("--limit", type=int, help="accuracy: items per task")
+    sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
+    sub.add_argument("--seed", type=int, default=0)
+
+    sub = _command(commands, "report", _report, "render the report of a run again from its records")
+    sub.add_argument("run", type=Path, metavar="RUN")
+
+    sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
+    sub.add_argument("folder", type=Path, metavar="DIR")
+    return parser
+
+
+def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe such as smollm2-135m")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _quiet_third_parties() -> None:
+    """Warnings become one line; libraries log errors only. Their own environment variables still win."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if filename.startswith(str(Path(__file__).parent)) or category is UserWarning:
+            print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show
+
+
+# --- commands ---
+
+
+def _run(args: argparse.Namespace) -> int:
+    from qad.config import load_recipe
+    from qad.pipeline import run
+
+    run(load_recipe(args.recipe, args.overrides), args.out, _say)
+    return 0
+
+
+def _ptq(args: argparse.Namespace) -> int:
+    from qad.config import load_recipe
+    from qad.stages import prepare, ptq_arm
+
+    artifact = ptq_arm(prepare(load_recipe(args.recipe, args.overrides), _say), args.out)
+    _say(f"PTQ arm: {artifact.path}")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from qad.config import load_recipe
+    from qad.stages import prepare, ptq_arm, qad_arm, require_enough_text
+
+    job = prepare(load_recipe(args.recipe, args.overrides), _say)
+    require_enough_text(job)
+    ptq = args.ptq or args.out.parent / "ptq"
+    if args.ptq is None:
+        ptq_arm(job, ptq)
+    artifact = qad_arm(job, ptq, args.out)
+    _say(f"QAD arm: {artifact.path}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from export.writer import export_arm
+
+    artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
+    _say(f"checkpoint: {artifact.path}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from export.check import check, to_json
+
+    if args.tp < 1:
+        raise UsageError(f"--tp {args.tp}: expected a positive number")
+    findings = check(args.folder, source=args.source, tp=args.tp, engine=args.engine)
+    bad = [f for f in findings if f.severity == "error" or args.strict]
+    if args.json:
+        _say(json.dumps(to_json(findings), indent=1))
+    else:
+        for f in findings:
+            _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
+        _say(f"{args.folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
+    return 1 if bad else 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from qad.measuring import measure_folder
+
+    _say(measure_folder(args))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from qad.pipeline import report_run
+
+    _say(f"report: {report_run(args.run, _say)}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from qad.artifact import open_artifact
+
+    artifact = open_artifact(args.folder)
+    manifest = dict(artifact.manifest)
+    files = manifest.pop("files")
+    manifest["files"] = {"count": len(files), "bytes": sum(f["bytes"] for f in files.values())}
+    _say(json.dumps(manifest, indent=1, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

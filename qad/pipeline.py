@@ -1,0 +1,134 @@
+"""`qad run`: from a BF16 model to a recovery report, one folder, every step skipped that is finished and unchanged.
+
+    RUN/recipe.yaml                         the resolved recipe
+    RUN/arms/{bf16,ptq,qad}                 how each arm treats the source
+    RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
+    RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
+    RUN/report/{report.html,report.md,report.json}
+    RUN/metrics.jsonl                       grows while training
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from qad.artifact import open_artifact
+from qad.config import Recipe
+from qad.errors import ArtifactError, BrokenCheckpointError
+from qad.measuring import Measuring
+from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, qad_arm, require_enough_text
+
+ARMS = ("bf16", "ptq", "qad")
+
+
+class Stopwatch:
+    """Says which stage runs and, at the end, how long each took; a reused one took no time."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> Stopwatch:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._say(f"== {self._name}")
+        self._started = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds[self._name] = time.monotonic() - self._started
+
+    def lines(self) -> list[str]:
+        width = max(map(len, self.seconds))
+        rows = [f"{name:<{width}}  {_minutes(seconds)}" for name, seconds in self.seconds.items()]
+        return [*rows, f"{'total':<{width}}  {_minutes(sum(self.seconds.values()))}"]
+
+
+def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
+    """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
+    clock = Stopwatch(say)
+    with clock("prepare"):
+        job = prepare(recipe, say)
+        _claim(job, out)
+        require_enough_text(job)
+        measuring = Measuring(job, out, say)
+    arms, exports = out / "arms", out / "export"
+    with clock("arm bf16"):
+        bf16_arm(job, arms / "bf16", replace=True)
+    with clock("arm ptq (calibrate)"):
+        ptq_arm(job, arms / "ptq", replace=True)
+    with clock("arm qad (train)"):
+        qad_arm(job, arms / "ptq", arms / "qad", log=out / METRICS, replace=True)
+    for name in ("ptq", "qad"):
+        with clock(f"export {name}"):
+            export(job, arms / name, exports / name, say)
+    with clock("measure memory"):
+        measuring.memory()
+    with clock("measure fidelity"):
+        measuring.fidelity()
+    with clock("measure accuracy"):
+        measuring.accuracy()
+    with clock("measure throughput"):
+        measuring.throughput()
+    with clock("report"):
+        report = report_run(out, say)
+    for line in clock.lines():
+        say(line)
+    say(f"report: {report}")
+    return report
+
+
+def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Export an arm and check the folder that came out. Raises BrokenCheckpointError where the checker refuses it."""
+    from export.check import check
+    from export.writer import export_arm
+
+    export_arm(arm, out, layout=job.recipe.export.layout, shard_size=job.recipe.export.shard_size, replace=True)
+    findings = check(out)
+    for finding in findings:
+        say(f"{finding.severity}: {finding.rule} {finding.module}: {finding.message}")
+    if any(finding.severity == "error" for finding in findings):
+        raise BrokenCheckpointError(f"{out} did not pass its own check: this is a defect of the exporter")
+
+
+def report_run(out: Path, say: Callable[[str], None]) -> Path:
+    """Compare the records of a run folder and render its report; print the summary table."""
+    from harness.recovery import compare
+    from reports.load import load_records
+    from reports.render import render
+    from reports.tables import summary_text
+
+    records = load_records(out)
+    if not records:
+        raise ArtifactError(f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`")
+    comparison = compare(records)
+    paths = render(out, comparison, records)
+    say(summary_text(comparison, records))
+    return next(path for path in paths if path.suffix == ".html")
+
+
+def _claim(job: Job, out: Path) -> None:
+    """One run folder, one model. Settings may change between runs; then the changed stages run again."""
+    bf16 = out / "arms" / "bf16"
+    if bf16.is_dir():
+        found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
+        if found != job.source.digest:
+            raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
+    elif out.exists() and (not out.is_dir() or any(p.name != "recipe.yaml" and p.suffix != ".partial" for p in out.iterdir())):
+        left = [p.name for p in out.iterdir()] if out.is_dir() else [out.name]
+        if set(left) - {"recipe.yaml", "arms", METRICS}:
+            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
+    out.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    aside = out / "recipe.yaml.partial"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(out / "recipe.yaml")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60:>3d} min {int(seconds) % 60:02d} s"

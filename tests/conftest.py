@@ -1,0 +1,99 @@
+"""Fixtures for all tests: no network, tiny models with tokenizers, and skips that cannot hide.
+
+REQUIRE=exact,engine turns the skips of those markers into failures.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+TEXT = """The river runs past the old mill and under a stone bridge. In spring the water is high and brown.
+A heron stands where the bank is low. It waits for a fish, then moves one leg, slowly, and waits again.
+Children throw bread to the ducks on Sunday. The miller counts his sacks: seven, eight, nine.
+When the wheel turns the floor shakes, and flour falls like snow from every beam in the house.
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a test reached for the network: {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    required = {name for name in os.environ.get("REQUIRE", "").split(",") if name}
+    names = {mark.name for mark in item.iter_markers()}
+    if report.skipped and names & required:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, but REQUIRE names its marker: {report.longrepr}"
+    return report
+
+
+def build_tokenizer(folder: Path) -> Any:
+    """A byte-level BPE tokenizer of 512 ids with a chat template, saved into `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE(unk_token=None))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def build_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A BF16 Llama (hidden 64, intermediate 128, 2 layers, GQA 4/2, vocab 512, tied) with tokenizer, saved."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides})).to(torch.bfloat16)
+    with torch.no_grad():  # norms of a fresh model are all ones, which would hide a lost norm
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+            elif parameter.dim() == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    build_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved BF16 tiny Llama with tokenizer; read only."""
+    return build_llama(tmp_path_factory.mktemp("tiny") / "llama")
