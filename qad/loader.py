@@ -34,7 +34,9 @@ def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
     Raises SourceError where transformers does not know the architecture or a weight is missing.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=False

@@ -127,7 +127,7 @@ class Trainer:
         for ids_bT, positions_bT in zip(ids.split(micro), positions.split(micro), strict=True):
             loss = self._loss(ids_bT, positions_bT) / ids.numel()
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss)
+            total += float(loss.detach())
         return total
 
     def _loss(self, ids_bT: Tensor, positions_bT: Tensor) -> Tensor:

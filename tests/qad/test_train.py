@@ -1,0 +1,176 @@
+"""The training loop on a tiny model: it learns, keeps the best, resumes to the bit, and counts tokens rightly."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qad.arm import Arm, open_arm
+from qad.compiled import compilation
+from qad.config import Recipe
+from qad.errors import ArtifactError
+from qad.stages import prepare, ptq_arm, qad_arm
+from qad.train import Trainer, learning_rate
+
+SENTENCES = ["The river runs past the mill {0}.", "A heron waits {0} for fish.", "He counts {0} sacks of flour and {0} more."]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [{"text": " ".join(s.format(i * 7 + j) for j, s in enumerate(SENTENCES * 3))} for i in range(300)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def recipe(model: Path, text: Path, **train: object) -> Recipe:
+    settings = {"tokens": 10 * 4 * 32, "seq_len": 32, "batch_size": 4, "lr": 1e-4, "validate_every": 5, "save_every": 5,
+                "validation_tokens": 256, "chunk": 64, "data": str(text)}  # fmt: skip
+    return Recipe.model_validate({
+        "model": str(model), "dtype": "float32", "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
+        "train": {**settings, **train},
+    })  # fmt: skip
+
+
+def train(recipe_: Recipe, folder: Path) -> Arm:
+    job = prepare(recipe_)
+    with compilation(False):
+        ptq_arm(job, folder / "ptq")
+        qad_arm(job, folder / "ptq", folder / "qad", folder / "metrics.jsonl")
+    return open_arm(folder / "qad")
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAD_COMPILE", "0")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_llama_dir: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arm, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QAD_COMPILE", "0")
+        return train(recipe(tiny_llama_dir, text_file, tokens=40 * 128), folder), folder
+
+
+def test_held_out_kl_falls_below_ptq_and_the_best_checkpoint_is_kept(trained: tuple[Arm, Path]) -> None:
+    arm, folder = trained
+    training = arm.facts["training"]
+    assert training["val_kl_best"] < 0.8 * training["val_kl_start"]
+    validations = {r["step"]: r["val_kl"] for r in rows(folder / "metrics.jsonl") if r["val_kl"] is not None}
+    assert validations[0] == training["val_kl_start"]
+    assert min(validations.values()) == training["val_kl_best"] == validations[training["best_step"]]
+
+
+def test_metrics_have_the_documented_keys_and_count_tokens(trained: tuple[Arm, Path]) -> None:
+    metrics = rows(trained[1] / "metrics.jsonl")
+    assert [set(r) for r in metrics] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl"}] * 41
+    assert [r["tokens"] for r in metrics] == [128 * i for i in range(41)]
+    assert all(r["kl"] >= 0 for r in metrics[1:])
+
+
+def test_the_arm_holds_the_student_alone(trained: tuple[Arm, Path], tiny_llama_dir: Path) -> None:
+    arm, _ = trained
+    masters = load_file(arm.folder / "weights.safetensors")
+    assert masters.keys() == load_file(tiny_llama_dir / "model.safetensors").keys()
+    assert all(t.dtype == torch.float32 for t in masters.values())
+    assert sorted(p.name for p in arm.folder.iterdir()) == [
+        "arm.json", "metrics.jsonl", "qad_manifest.json", "scales.safetensors", "selection.json", "weights.safetensors",
+    ]  # fmt: skip
+    assert arm.facts["tokens"] == {"train": 5120, "validation": 256}
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kill_after", [3, 5, 7])
+def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_after: int
+) -> None:
+    job = recipe(tiny_llama_dir, text_file)
+    whole = train(job, tmp_path / "whole")
+    advance = Trainer._advance
+
+    def killed(self: Trainer, bar: object) -> None:
+        if self.progress.step == kill_after:
+            raise _Killed
+        advance(self, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", killed)
+        with pytest.raises(_Killed):
+            train(job, tmp_path / "parts")
+    assert not (tmp_path / "parts" / "qad").exists()
+    resumed = train(job, tmp_path / "parts")
+    a, b = (load_file(arm.folder / "weights.safetensors") for arm in (whole, resumed))
+    assert all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
+    assert whole.facts["training"] == resumed.facts["training"]
+    timeless = [[{k: v for k, v in r.items() if k != "tokens_per_s"} for r in rows(tmp_path / p / "metrics.jsonl")]
+                for p in ("whole", "parts")]  # fmt: skip
+    assert timeless[0] == timeless[1]
+
+
+def test_state_without_moments_is_refused(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    job = recipe(tiny_llama_dir, text_file)
+    advance = Trainer._advance
+
+    def killed(self: Trainer, bar: object) -> None:
+        if self.progress.step == 5:
+            raise _Killed
+        advance(self, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", killed)
+        with pytest.raises(_Killed):
+            train(job, tmp_path)
+    state = next((tmp_path / "qad.partial").glob("state-*")) / "tensors.safetensors"
+    save_file({n: t for n, t in load_file(state).items() if not n.startswith("exp_avg_sq")}, state)
+    with pytest.raises(ArtifactError, match="lacks the state of"):
+        train(job, tmp_path)
+
+
+def test_micro_batches_change_nothing_but_rounding(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    """Gradients are normalised by the tokens of the whole step: 4 x 1 and 1 x 4 agree (W4A16: no activation rounding)."""
+    kls = []
+    for micro in (4, 1):
+        job = recipe(tiny_llama_dir, text_file, tokens=3 * 128, micro_batch_size=micro)
+        job = job.model_copy(update={"quantize": job.quantize.model_copy(update={"format": "W4A16_NVFP4"})})
+        train(job, tmp_path / str(micro))
+        kls.append([r["kl"] for r in rows(tmp_path / str(micro) / "metrics.jsonl")[1:]])
+    assert kls[0] == pytest.approx(kls[1], rel=1e-4)
+
+
+def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="never fell below its PTQ start"):
+        arm = train(recipe(tiny_llama_dir, text_file, lr=10.0, tokens=5 * 128), tmp_path)
+    assert not arm.trained
+    assert arm.facts["training"]["best_step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]), ("cosine", [0.5, 1, 1, 0.8536, 0.5, 0.1464])],
+)
+def test_schedules(schedule: str, expected: list[float]) -> None:
+    config = Recipe.model_validate({
+        "model": "x", "calibrate": {"data": "python-docs"},
+        "train": {"data": "python-docs", "tokens": 6 * 64, "seq_len": 16, "batch_size": 4, "lr": 1.0, "schedule": schedule,
+                  "warmup_steps": 2},
+    }).train  # fmt: skip
+    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected, abs=1e-4)
+    assert math.isclose(learning_rate(config, 2), 1.0)
