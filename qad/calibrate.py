@@ -1,6 +1,6 @@
 """Calibration: how large the inputs of the selected Linears get, in the unquantized model.
 
-    input_scale = headroom * amax / (6 * 448)      FP32, frozen from here on, one value per scale group
+input_scale = headroom * amax / (6 * 448)      FP32, frozen from here on, one value per scale group
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def calibrate(
     selection: Selection,
     windows: Windows,
     headroom: float = 1.0,
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, Tensor]:
     """Input scales of every selected module, equal within a scale group; empty for weight-only formats.
 

@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"qad: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on", file=sys.stderr)
+        print(
+            "\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = _command(commands, "run", _run, "everything: calibrate, train, export, check, measure, report")
     _recipe(sub)
-    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder; finished stages in it are reused")
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
+    )
 
     sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
     _recipe(sub)
@@ -57,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = _command(commands, "train", _train, "make the QAD arm: calibrate, then distil")
     _recipe(sub)
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
-    sub.add_argument("--ptq", type=Path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)")
+    sub.add_argument(
+        "--ptq", type=Path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)"
+    )
 
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
     sub.add_argument("arm", type=Path, metavar="ARM_DIR")
@@ -79,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON record to write")
     sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
     sub.add_argument("--teacher", type=Path, metavar="DIR", help="fidelity: the BF16 original")
-    sub.add_argument("--data", default="python-docs", help="fidelity: python-docs, or a text or JSONL file (its test split)")
+    sub.add_argument(
+        "--data", default="python-docs", help="fidelity: python-docs, or a text or JSONL file (its test split)"
+    )
     sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
     sub.add_argument("--tasks", default="qad_facts,qad_agreement", help="accuracy: comma-separated task names")
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
@@ -94,14 +103,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(command=function)
     return parser
 
 
 def _recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe such as smollm2-135m")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe such as smollm2-135m"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
 
@@ -182,9 +195,19 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    from qad.config import parse_section
     from qad.measuring import measure_folder
 
-    _say(measure_folder(args))
+    sections: dict[str, dict[str, Any]] = {
+        "memory": {},
+        "fidelity": {"data": args.data, "tokens": args.tokens},
+        "accuracy": {"tasks": args.tasks.split(","), "limit": args.limit},
+        "throughput": {},
+    }
+    section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
+    measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
+                   dtype=args.dtype, seed=args.seed)  # fmt: skip
+    _say(f"record: {args.out}")
     return 0
 
 

@@ -38,6 +38,11 @@ class DataSource(_Strict):
     field: str = "text"
     split: Literal["auto", "all"] = "auto"
 
+    @property
+    def name(self) -> str:
+        """What to call it in reports: never a whole path."""
+        return Path(self.path).name if self.path else self.source
+
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
@@ -134,11 +139,11 @@ class Fidelity(_Strict):
 
 
 class Accuracy(_Strict):
-    """tasks: shipped (qad_*) or any lm-eval task. limit: items per task, for smoke runs."""
+    """tasks: shipped (qad_*) or any lm-eval task. limit: items per task, for smoke runs. n_shot: None: the task's own."""
 
     tasks: list[str]
     limit: Positive | None = None
-    n_shot: Annotated[int, Field(ge=0)] = 0
+    n_shot: Annotated[int, Field(ge=0)] | None = None
     batch_size: Positive = 16
 
 
@@ -208,6 +213,16 @@ def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         raise UsageError(f"{where}: {_explain(error)}") from error
+
+
+def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Throughput:
+    """Settings of one kind of measurement, given by hand. Raises UsageError."""
+    try:
+        section = Measure.model_validate({kind: values})
+    except ValidationError as error:
+        raise UsageError(_explain(error)) from error
+    value: Fidelity | Accuracy | Throughput = getattr(section, kind)
+    return value
 
 
 class _UniqueKeys(yaml.SafeLoader):

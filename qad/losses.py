@@ -75,7 +75,7 @@ class Head:
 
 def forward_kl(student_logits_tV: Tensor, teacher_logits_tV: Tensor) -> Tensor:
     """D_KL(teacher || student) per token, nats, FP32. Never negative; exactly 0, with gradient 0, for equal logits."""
-    return _ForwardKL.apply(student_logits_tV, teacher_logits_tV)  # type: ignore[no-any-return]
+    return _ForwardKL.apply(student_logits_tV, teacher_logits_tV)
 
 
 class _ForwardKL(torch.autograd.Function):
@@ -108,7 +108,7 @@ def chunked_loss(
     Memory beyond the inputs and their gradients: a few [chunk, V] tensors.
     """
     bias = student.bias_V
-    return _ChunkedLoss.apply(  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(
         student_hidden_TH, student.weight_VH, bias, student, teacher_hidden_TH, teacher, loss, chunk
     )
 

@@ -1,4 +1,4 @@
-"""The measuring half of a run: which folder stands for which arm, which records are already there."""
+"""Measure checkpoint folders into records: the arms of a run, or one folder given by hand."""
 
 from __future__ import annotations
 
@@ -10,49 +10,41 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from qad import provenance, text
-from qad.artifact import digest_of, open_artifact
+from qad.artifact import MANIFEST, digest_of, open_artifact
+from qad.config import Accuracy, Fidelity, Throughput
+from qad.errors import UsageError
+from qad.loader import default_device, load_tokenizer, resolve_dtype
+from qad.source import Checkpoint, open_checkpoint
 from qad.stages import Job
 
 if TYPE_CHECKING:
     from harness.records import Data, Engine
 
-ROUND = ("bf16", "ptq", "qad", "qad", "ptq", "bf16")
+ARMS = ("bf16", "ptq", "qad")
 
 
 class Measuring:
-    """Measures the three arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders."""
+    """Measures the three arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders.
+
+    A record is made only where none of the same weights under the same settings is there.
+    """
 
     def __init__(self, job: Job, out: Path, say: Callable[[str], None]) -> None:
         self.job, self.out, self.say = job, out, say
         self._models: dict[str, Any] = {}
-        self._check_tasks()
+        if job.recipe.measure.accuracy:  # an unknown task name is found before hours are spent
+            from harness.accuracy import require_tasks
 
-    def _check_tasks(self) -> None:
-        """An unknown task name is found before hours are spent."""
-        from harness.accuracy import require_tasks
-
-        if self.job.recipe.measure.accuracy:
-            require_tasks(self.job.recipe.measure.accuracy.tasks)
-
-    def folder(self, arm: str) -> Path:
-        return self.job.source.folder if arm == "bf16" else self.out / "export" / arm
-
-    def identity(self, arm: str) -> str:
-        """Hash of the measured folder's contents."""
-        return self.job.source.digest if arm == "bf16" else open_artifact(self.folder(arm), "checkpoint").digest
-
-    # --- kinds ---
+            require_tasks(job.recipe.measure.accuracy.tasks)
 
     def memory(self) -> None:
         from harness.engines.transformers import FILES
         from harness.memory import measure_memory
 
-        if not self.job.recipe.measure.memory:
-            return
-        for arm in ROUND[:3]:
+        for arm in ARMS if self.job.recipe.measure.memory else ():
             if self._missing("memory", arm, {}):
                 started = time.monotonic()
-                self._write(arm, {}, FILES, measure_memory(self.folder(arm)), started)
+                self._write(arm, {}, FILES, measure_memory(self._folder(arm)), started)
 
     def fidelity(self) -> None:
         from harness.fidelity import measure_fidelity
@@ -60,39 +52,34 @@ class Measuring:
         section = self.job.recipe.measure.fidelity
         if section is None:
             return
-        docs = self.job.text["test"]
-        sequences = text.sequences(docs, self.job.tokenizer, section.tokens, section.seq_len, self.job.recipe.seed)
-        settings = {**section.model_dump(mode="json"), "text": text.digest_documents(docs), **self._teacher()}
-        arms = [arm for arm in ROUND[:3] if self._missing("fidelity", arm, settings)]
+        sequences, settings = test_sequences(
+            section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
+        )
+        settings["dtype"] = self.job.dtype
+        arms = [arm for arm in ARMS if self._missing("fidelity", arm, settings)]
         if not arms:
             return
         started = time.monotonic()
         students = {arm: self._load(arm).model for arm in arms if arm != "bf16"}
         with tqdm(total=len(sequences), desc="fidelity", unit="seq", mininterval=2.0) as bar:
             measured = measure_fidelity(
-                students, self._load("bf16").model, sequences, section.data.path or section.data.source, bar.update
+                students, self._load("bf16").model, sequences, section.data.name, bar.update, teacher_name="bf16"
             )
         for arm in arms:
             self._write(arm, settings, self._load(arm).engine, measured[arm], started)
 
     def accuracy(self) -> None:
-        from harness.accuracy import measure_accuracy
-
         section = self.job.recipe.measure.accuracy
         if section is None:
             return
-        settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed}
-        for arm in ROUND[:3]:
-            if not self._missing("accuracy", arm, settings):
-                continue
-            self.say(f"   {arm}: {', '.join(section.tasks)}")
-            started = time.monotonic()
-            loaded = self._load(arm)
-            data = measure_accuracy(
-                loaded.model, self.job.tokenizer, section.tasks, limit=section.limit, n_shot=section.n_shot,
-                batch_size=section.batch_size, seed=self.job.recipe.seed,
-            )  # fmt: skip
-            self._write(arm, settings, loaded.engine, data, started)
+        settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed, "dtype": self.job.dtype}
+        for arm in ARMS:
+            if self._missing("accuracy", arm, settings):
+                self.say(f"   {arm}: {', '.join(section.tasks)}")
+                started = time.monotonic()
+                loaded = self._load(arm)
+                data = score(loaded.model, self.job.tokenizer, section, self.job.recipe.seed)
+                self._write(arm, settings, loaded.engine, data, started)
 
     def throughput(self) -> None:
         """All arms interleaved, so that a drift of the machine's speed hits them alike."""
@@ -101,36 +88,38 @@ class Measuring:
         section = self.job.recipe.measure.throughput
         if section is None:
             return
-        settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed, **provenance.environment()}
-        settings = {"shape": section.model_dump(mode="json"), "environment": digest_of(settings)}
-        if not any(self._missing("throughput", arm, settings) for arm in ROUND[:3]):
+        settings = throughput_settings(section, self.job.recipe.seed, self.job.dtype)
+        if not any(self._missing("throughput", arm, settings) for arm in ARMS):
             return
         started = time.monotonic()
-        measured = measure_throughput_interleaved(
-            {arm: self._load(arm).model for arm in ROUND[:3]}, vocab_size=len(self.job.tokenizer), batch=section.batch,
-            input_tokens=section.input_tokens, output_tokens=section.output_tokens, repeats=section.repeats,
-            seed=self.job.recipe.seed,
-        )  # fmt: skip
+        models = {arm: self._load(arm).model for arm in ARMS}
+        with tqdm(total=3 * section.repeats, desc="throughput", unit="run", mininterval=2.0) as bar:
+            measured = measure_throughput_interleaved(
+                models, **section.model_dump(), vocab_size=len(self.job.tokenizer), seed=self.job.recipe.seed,
+                progress=bar.update,
+            )  # fmt: skip
         for arm, data in measured.items():
             self._write(arm, settings, self._load(arm).engine, data, started)
 
-    # --- records ---
+    # --- folders and records ---
 
-    def _teacher(self) -> dict[str, str]:
-        return {"teacher": self.job.source.digest, "dtype": self.job.dtype}
+    def _folder(self, arm: str) -> Path:
+        return self.job.source.folder if arm == "bf16" else self.out / "export" / arm
+
+    def _identity(self, arm: str) -> str:
+        return self.job.source.digest if arm == "bf16" else open_artifact(self._folder(arm), "checkpoint").digest
 
     def _load(self, arm: str) -> Any:
         from harness.engines.transformers import load
 
         if arm not in self._models:
-            self._models[arm] = load(self.folder(arm), self.job.dtype, self.job.device)
+            self._models[arm] = load(self._folder(arm), self.job.dtype, self.job.device)
         return self._models[arm]
 
     def _path(self, kind: str, arm: str) -> Path:
         return self.out / "measure" / arm / f"{kind}.json"
 
     def _missing(self, kind: str, arm: str, settings: dict[str, Any]) -> bool:
-        """True unless a record of the same weights under the same settings is there."""
         from harness import records
 
         path = self._path(kind, arm)
@@ -140,20 +129,120 @@ class Measuring:
             found = records.read(path)
         except ValueError:
             return True
-        return found.checkpoint != self.identity(arm) or found.settings != settings
+        return found.checkpoint != self._identity(arm) or found.settings != settings
 
     def _write(self, arm: str, settings: dict[str, Any], engine: Engine, data: Data, started: float) -> None:
-        from harness import records
+        path = self._path(data.KIND, arm)
+        write_record(path, arm, self.job.source.display_name, self._identity(arm), settings, engine, data, started)
 
-        record = records.Record(
-            arm=arm,
-            model=self.job.source.display_name,
-            checkpoint=self.identity(arm),
-            engine=engine,
-            settings=settings,
-            provenance=provenance.provenance(),
-            created=provenance.now(),
-            seconds=round(time.monotonic() - started, 1),
-            data=data,
-        )
-        records.write(record, self._path(record.kind, arm))
+
+def measure_folder(
+    kind: str,
+    folder: Path,
+    out: Path,
+    *,
+    arm: str,
+    section: Fidelity | Accuracy | Throughput | None,
+    teacher: Path | None,
+    dtype: str,
+    seed: int,
+) -> None:
+    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher.
+
+    Raises UsageError where it has none.
+    """
+    from harness.engines.transformers import FILES, load
+    from harness.memory import measure_memory
+
+    source, started = open_checkpoint(folder, allow_quantized=True), time.monotonic()
+    device = default_device()
+    dtype = resolve_dtype(dtype, device)
+    settings: dict[str, Any] = {}
+    engine, data = FILES, None
+    if section is None:
+        data = measure_memory(folder)
+    elif isinstance(section, Accuracy):
+        loaded = load(folder, dtype, device)
+        engine, settings = loaded.engine, {**section.model_dump(mode="json"), "seed": seed, "dtype": dtype}
+        data = score(loaded.model, loaded.tokenizer, section, seed)
+    elif isinstance(section, Throughput):
+        from harness.throughput import measure_throughput
+
+        loaded = load(folder, dtype, device)
+        engine, settings = loaded.engine, throughput_settings(section, seed, dtype)
+        data = measure_throughput(loaded.model, **section.model_dump(), vocab_size=len(loaded.tokenizer), seed=seed)
+    else:
+        from harness.fidelity import measure_fidelity
+
+        if teacher is None:
+            raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
+        original = open_checkpoint(teacher)
+        docs = text.documents(section.data, "test")
+        sequences, settings = test_sequences(section, docs, load_tokenizer(teacher), seed, original)
+        settings["dtype"] = dtype
+        loaded = load(folder, dtype, device)
+        engine = loaded.engine
+        models = {arm: loaded.model}
+        data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
+    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started)
+
+
+def folder_identity(source: Checkpoint) -> str:
+    """The digest of a folder this tool wrote, else the hash of its files."""
+    return open_artifact(source.folder).digest if (source.folder / MANIFEST).is_file() else source.digest
+
+
+def test_sequences(
+    section: Fidelity, docs: list[text.Document], tokenizer: Any, seed: int, teacher: Checkpoint
+) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """The test split as token sequences, and the settings that two comparable records share."""
+    sequences = text.sequences(docs, tokenizer, section.tokens, section.seq_len, seed)
+    used = text.digest_documents(docs)
+    return sequences, {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
+
+
+def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:
+    """Speeds are comparable on the same machine with the same packages only."""
+    return {
+        **section.model_dump(mode="json"),
+        "seed": seed,
+        "dtype": dtype,
+        "machine": digest_of(provenance.environment()),
+    }
+
+
+def score(model: Any, tokenizer: Any, section: Accuracy, seed: int) -> Any:
+    """Accuracy through lm-eval, with a progress bar over its requests."""
+    from harness.accuracy import measure_accuracy
+
+    with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return measure_accuracy(
+            model, tokenizer, section.tasks, limit=section.limit, n_shot=section.n_shot,
+            batch_size=section.batch_size, seed=seed, progress=progress,
+        )  # fmt: skip
+
+
+def write_record(
+    path: Path,
+    arm: str,
+    model: str,
+    checkpoint: str,
+    settings: dict[str, Any],
+    engine: Engine,
+    data: Data,
+    started: float,
+) -> None:
+    """Stamp a measurement with its provenance and write it."""
+    from harness import records
+
+    record = records.Record(
+        arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
+        provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
+        data=data,
+    )  # fmt: skip
+    records.write(record, path)

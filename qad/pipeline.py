@@ -1,11 +1,11 @@
 """`qad run`: from a BF16 model to a recovery report, one folder, every step skipped that is finished and unchanged.
 
-    RUN/recipe.yaml                         the resolved recipe
-    RUN/arms/{bf16,ptq,qad}                 how each arm treats the source
-    RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
-    RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
-    RUN/report/{report.html,report.md,report.json}
-    RUN/metrics.jsonl                       grows while training
+RUN/recipe.yaml                         the resolved recipe
+RUN/arms/{bf16,ptq,qad}                 how each arm treats the source
+RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
+RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
+RUN/report/{report.html,report.md,report.json}
+RUN/metrics.jsonl                       grows while training
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def report_run(out: Path, say: Callable[[str], None]) -> Path:
 
     records = load_records(out)
     if not records:
-        raise ArtifactError(f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`")
+        raise ArtifactError(
+            f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
+        )
     comparison = compare(records)
     paths = render(out, comparison, records)
     say(summary_text(comparison, records))
@@ -119,7 +121,9 @@ def _claim(job: Job, out: Path) -> None:
         found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
-    elif out.exists() and (not out.is_dir() or any(p.name != "recipe.yaml" and p.suffix != ".partial" for p in out.iterdir())):
+    elif out.exists() and (
+        not out.is_dir() or any(p.name != "recipe.yaml" and p.suffix != ".partial" for p in out.iterdir())
+    ):
         left = [p.name for p in out.iterdir()] if out.is_dir() else [out.name]
         if set(left) - {"recipe.yaml", "arms", METRICS}:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")

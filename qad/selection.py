@@ -65,7 +65,8 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
     others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for pattern in (*include, *exclude):
         _require_match(pattern, (*linears, *others))
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     heads = {n for n, m in model.named_modules() if m is head and head is not None}
     modules, excluded = {}, dict(others)
     for name, shape in linears.items():
@@ -76,17 +77,25 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
             modules[name] = shape
     _require_whole_groups(modules, excluded)
     if not modules:
-        raise UsageError(f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude")
+        raise UsageError(
+            f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude"
+        )
     return Selection(format, modules, excluded)
 
 
-def _reason(name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str]) -> str | None:
-    parts = name.split(".")
+def never_quantized(module: str) -> str | None:
+    """Why a module of this name is never quantized, whatever the recipe says."""
+    parts = module.split(".")
     if parts[-1] in _NEVER:
         return _NEVER[parts[-1]]
     tower = next((part for part in parts if part in _TOWERS), None)
-    if tower:
-        return f"inside {tower}"
+    return f"inside {tower}" if tower else None
+
+
+def _reason(name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    never = never_quantized(name)
+    if never:
+        return never
     if shape[1] % BLOCK_SIZE:
         return f"in_features {shape[1]} is not divisible by {BLOCK_SIZE}"
     pattern = next((p for p in exclude if fnmatchcase(name, p)), None)
@@ -103,7 +112,9 @@ def _require_match(pattern: str, names: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
     hint = f"; nearest is {near[0]!r}" if near else ""
-    raise UsageError(f"pattern {pattern!r} matches no module{hint}. Patterns are globs on full names, such as '*.mlp.*'")
+    raise UsageError(
+        f"pattern {pattern!r} matches no module{hint}. Patterns are globs on full names, such as '*.mlp.*'"
+    )
 
 
 def _require_whole_groups(modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:

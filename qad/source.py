@@ -77,7 +77,8 @@ class Checkpoint:
 
     @property
     def tied_embeddings(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings", False)) and "lm_head.weight" not in self.tensors
+        """Head and embedding are one weight; a head that is stored all the same is not used."""
+        return bool(self.config.get("tie_word_embeddings", False))
 
 
 def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Checkpoint:
@@ -94,7 +95,9 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
     if not allow_quantized:
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:
-            raise SourceError(f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original")
+            raise SourceError(
+                f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original"
+            )
     return Checkpoint(folder, config, tensors)
 
 

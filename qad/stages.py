@@ -45,7 +45,9 @@ class Job:
 
     def calibration_windows(self) -> Windows:
         section = self.recipe.calibrate
-        return pack(self.text["calibration"], self.tokenizer, section.samples, section.seq_len, self.recipe.seed, "calibration")
+        return pack(
+            self.text["calibration"], self.tokenizer, section.samples, section.seq_len, self.recipe.seed, "calibration"
+        )
 
     def train_windows(self) -> Windows:
         section = self.recipe.train
@@ -92,13 +94,17 @@ def _require_tensors(source: Checkpoint, selection: Selection) -> None:
         if info is None:
             raise SourceError(f"{source.folder} has no tensor {name}.weight, which its architecture asks for")
         if info.shape != (n, k):
-            raise SourceError(f"{name}.weight has shape {info.shape}, config.json asks for {(n, k)}: files do not belong together")
+            raise SourceError(
+                f"{name}.weight has shape {info.shape}, config.json asks for {(n, k)}: files do not belong together"
+            )
 
 
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The source itself, as an arm."""
     inputs = {"source": job.source.digest}
-    return run_stage(KIND, out, {"arm": "bf16"}, inputs, lambda f: write_arm(f, "bf16", job.source, None, {}), replace=replace)
+    return run_stage(
+        KIND, out, {"arm": "bf16"}, inputs, lambda f: write_arm(f, "bf16", job.source, None, {}), replace=replace
+    )
 
 
 def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:

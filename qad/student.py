@@ -51,7 +51,7 @@ class Student:
     def deploy(self) -> None:
         """Write into the model what the exporter would write into a checkpoint, decoded."""
         parameters = dict(self.model.named_parameters())
-        deployed = set()
+        deployed: set[str] = set()
         for group in self.selection.groups:
             weights = {f"{module}.weight": self.masters[f"{module}.weight"] for module in group}
             scale = group_global_scale(weights)
@@ -66,7 +66,9 @@ class Student:
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Raises KeyError where the names differ."""
         if masters.keys() != self.masters.keys():
-            raise KeyError(f"masters differ from the model's parameters: {sorted(masters.keys() ^ self.masters.keys())[:3]}")
+            raise KeyError(
+                f"masters differ from the model's parameters: {sorted(masters.keys() ^ self.masters.keys())[:3]}"
+            )
         for name, value in masters.items():
             self.masters[name].copy_(value)
         self.deploy()

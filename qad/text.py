@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def split_of(document: Document) -> str:
     raise AssertionError("shares sum to 100")
 
 
-def require_disjoint(splits: dict[str, Sequence[Document]]) -> None:
+def require_disjoint(splits: Mapping[str, Sequence[Document]]) -> None:
     """Raises DataError where two roles share a document: what is reported must not have been trained on."""
     seen: dict[str, str] = {}
     for role, docs in splits.items():
@@ -134,7 +134,9 @@ def pack(docs: Sequence[Document], tokenizer: Any, windows: int, seq_len: int, s
             f"{what} needs {need:,} tokens ({windows} windows of {seq_len}) but its text has {len(ids):,}: "
             "ask for fewer or give more text"
         )
-    return Windows(torch.tensor(ids[:need]).view(windows, seq_len), torch.tensor(positions[:need]).view(windows, seq_len))
+    return Windows(
+        torch.tensor(ids[:need]).view(windows, seq_len), torch.tensor(positions[:need]).view(windows, seq_len)
+    )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

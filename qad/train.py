@@ -49,7 +49,14 @@ class Trainer:
     """Trains a student inside a stage folder; everything there but the finished arm is working state."""
 
     def __init__(
-        self, student: Student, teacher: Any, train: Windows, validation: Windows, config: Train, folder: Path, log: Path
+        self,
+        student: Student,
+        teacher: Any,
+        train: Windows,
+        validation: Windows,
+        config: Train,
+        folder: Path,
+        log: Path,
     ) -> None:
         self.student, self.teacher, self.config = student, teacher, config
         self.train_windows, self.validation_windows = train, validation
@@ -126,7 +133,7 @@ class Trainer:
         total = 0.0
         for ids_bT, positions_bT in zip(ids.split(micro), positions.split(micro), strict=True):
             loss = self._loss(ids_bT, positions_bT) / ids.numel()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         return total
 
@@ -212,7 +219,9 @@ class Trainer:
                 "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device),
             }
         if self.log.is_file():
-            rows = [row for row in self.log.read_text(encoding="utf-8").splitlines() if _step_of(row) <= self.progress.step]
+            rows = [
+                row for row in self.log.read_text(encoding="utf-8").splitlines() if _step_of(row) <= self.progress.step
+            ]
             self.log.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
         return True
 

@@ -1,0 +1,1 @@
+"""Export arms as NVFP4 checkpoints that engines load, and check checkpoints before an engine serves them."""

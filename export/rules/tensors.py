@@ -1,0 +1,202 @@
+"""E3, E4, E5, E6, E9: shapes, dtypes, bytes and scale groups of the quantized modules."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+
+from export.findings import Finding, error, warning
+from export.folder import Folder
+from qad.fusion import scale_groups, siblings_of
+
+_AGAIN = "export the arm again"
+_ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
+
+
+def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
+    """A quantized Linear has exactly weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 scalar, and
+    input_scale iff W4A4."""
+    expected = (folder.skeleton or {}).get("linears", {})
+    for module in folder.packed:
+        weight, scale = folder.entry(f"{module}.weight"), folder.entry(f"{module}.weight_scale")
+        if weight is None:
+            yield error("E3", module, "has scales but no weight", _AGAIN)
+            continue
+        if weight.dtype != "U8" or len(weight.shape) != 2:
+            yield error("E3", module, f"weight is {weight.dtype} {list(weight.shape)} beside its scales, expected U8 [N, K/2]",
+                        "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
+            continue
+        n, k = weight.shape[0], weight.shape[1] * 2
+        if module in expected and tuple(expected[module]) != (n, k):
+            yield error("E3", module, f"holds {n} x {k} weights, config.json asks for {list(expected[module])}", _AGAIN)
+        if scale is None:
+            yield error("E3", module, "lacks weight_scale: the engine stops or reads uninitialised memory", _AGAIN)
+        elif scale.dtype != "F8_E4M3":
+            yield error(
+                "E3",
+                module,
+                f"weight_scale is {scale.dtype}, expected F8_E4M3: vLLM casts it and serves garbage",
+                _AGAIN,
+            )
+        elif scale.shape != (n, k // 16):
+            yield error("E3", module, f"weight_scale is {list(scale.shape)}, expected {[n, k // 16]}", _AGAIN)
+        yield from _scalar(folder, module, "weight_scale_2", required=True)
+        yield from _scalar(folder, module, "input_scale", required=folder.algorithm == "NVFP4")
+        if folder.algorithm == "W4A16_NVFP4" and folder.entry(f"{module}.input_scale"):
+            yield error(
+                "E3", module, "has input_scale, but W4A16_NVFP4 leaves activations alone", "remove it, or set NVFP4"
+            )
+        yield from _unknown(folder, module)
+
+
+def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[Finding]:
+    entry = folder.entry(f"{module}.{leaf}")
+    if entry is None:
+        if required:
+            yield error("E3", module, f"lacks {leaf}: vLLM does not notice and serves garbage or NaN", _AGAIN)
+        return
+    if entry.dtype != "F32" or math.prod(entry.shape) != 1:
+        yield error("E3", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
+        return
+    value = float(folder.get(f"{module}.{leaf}").reshape(()))
+    if not (math.isfinite(value) and value > 0 and math.isfinite(1 / value)):
+        yield error("E3", module, f"{leaf} is {value}: it must be positive and have a finite reciprocal", _AGAIN)
+    elif leaf == "weight_scale_2" and value >= 1:
+        yield warning("E3", module, f"weight_scale_2 is {value:g}: weights above 2688, or a reciprocal was stored",
+                      "compare with the source's weights")  # fmt: skip
+
+
+def _unknown(folder: Folder, module: str) -> Iterator[Finding]:
+    known = {"weight", "weight_scale", "weight_scale_2", "input_scale", "bias", "k_scale", "v_scale"}
+    for name in folder.tensors:
+        if name.rpartition(".")[0] == module and name.rpartition(".")[2] not in known:
+            yield error(
+                "E3", module, f"has an unknown tensor {name.rpartition('.')[2]}: an internal buffer leaked", "remove it"
+            )
+
+
+def e4_bytes(folder: Folder) -> Iterator[Finding]:
+    """No NaN and no negative weight scale; a zero scale over non-zero codes loses weights. No NaN or Inf elsewhere."""
+    for module in folder.packed:
+        scale, weight = folder.entry(f"{module}.weight_scale"), folder.entry(f"{module}.weight")
+        if scale is None or scale.dtype != "F8_E4M3" or weight is None or weight.dtype != "U8":
+            continue
+        values = folder.get(f"{module}.weight_scale").view(torch.uint8)
+        nan, negative, zero = ((values & 0x7F) == 0x7F), values > 0x80, (values & 0x7F) == 0
+        if nan.any():
+            yield error(
+                "E4", module, f"{int(nan.sum())} block scales are NaN: the model collapses to one token", _AGAIN
+            )
+        if (negative & ~nan).any():
+            yield error("E4", module, f"{int((negative & ~nan).sum())} block scales are negative", _AGAIN)
+        if zero.any() and zero.shape == (weight.shape[0], weight.shape[1] // 8):
+            codes = folder.get(f"{module}.weight").view(weight.shape[0], -1, 8)
+            lost = zero & ((codes & 0x77) != 0).any(-1)
+            if lost.any():
+                yield error("E4", module, f"{int(lost.sum())} block scales are zero over non-zero codes", _AGAIN)
+            else:
+                yield warning(
+                    "E4", module, f"{int(zero.sum())} block scales are zero (over zero codes: harmless)", "none needed"
+                )
+    for name, (_, entry) in folder.tensors.items():
+        if entry.dtype in ("BF16", "F16") or (entry.dtype == "F32" and len(entry.shape) > 0):
+            tensor = folder.get(name)
+            if tensor.numel() and not torch.isfinite(tensor.abs().amax()):
+                yield error(
+                    "E4",
+                    name.rpartition(".")[0],
+                    f"{name} holds NaN or Inf",
+                    "the source is damaged: start again from it",
+                )
+
+
+def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
+    """K divisible by 16, also after tensor parallelism; W1: what kernels pad."""
+    for module in folder.packed:
+        weight = folder.entry(f"{module}.weight")
+        if weight is None or weight.dtype != "U8" or len(weight.shape) != 2:
+            continue
+        n, k = weight.shape[0], weight.shape[1] * 2
+        row = module.rpartition(".")[2] in _ROW_PARALLEL
+        if k % 16 or (row and k % (16 * tp)):
+            yield error(
+                "E5", module, f"K {k} is not divisible by 16 x {tp if row else 1}", "exclude it, or plan another tp"
+            )
+        if not row and n % tp:
+            yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
+        if n % 32 or k % 32:
+            yield warning(
+                "W1", module, f"N {n} or K {k} is not a multiple of 32: some kernels refuse or pad", "none needed"
+            )
+
+
+def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
+    """Members of a fused group carry bit-equal weight_scale_2 and input_scale, and are quantized all or none."""
+    packed = set(folder.packed)
+    for group in scale_groups([*folder.packed, *folder.linears]):
+        missing = [name for name in group if name not in packed]
+        if missing and len(missing) < len(group):
+            for name in missing:
+                yield error(
+                    "E6",
+                    name,
+                    f"is BF16 while {next(m for m in group if m in packed)} is packed: engines fuse them",
+                    _AGAIN,
+                )
+            continue
+        for leaf in ("weight_scale_2", "input_scale"):
+            bits = {
+                name: folder.get(f"{name}.{leaf}").reshape(-1).view(torch.uint8).tolist()
+                for name in group
+                if folder.entry(f"{name}.{leaf}")
+            }
+            if len({tuple(value) for value in bits.values()}) > 1:
+                yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
+                            "largest and serves the others wrong", _AGAIN)  # fmt: skip
+    yield from _w2(folder)
+
+
+def _w2(folder: Folder) -> Iterator[Finding]:
+    for group in scale_groups(folder.packed):
+        names = [f"{m}.weight_scale" for m in group]
+        if all((e := folder.entry(name)) is not None and e.dtype == "F8_E4M3" for name in names):
+            values = [v[torch.isfinite(v)] for v in (folder.get(name).float() for name in names)]
+            largest = max(float(v.amax()) if v.numel() else 0.0 for v in values)
+            weights = [folder.entry(f"{m}.weight") for m in group]
+            if largest < 128 and largest != 1.0 and all(w is not None for w in weights):
+                yield warning("W2", group[0], f"largest block scale of the group is {largest:g}, far below 448: precision is lost",
+                              "quantize with the group's own global scale")  # fmt: skip
+
+
+def e9_experts(folder: Folder) -> Iterator[Finding]:
+    """Every expert of a layer is there, with the same projections as the others."""
+    experts: dict[str, dict[int, set[str]]] = {}
+    for name in folder.tensors:
+        match = re.match(r"(.*\.experts)\.(\d+)\.(.+)$", name)
+        if match:
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    config = folder.config.get("text_config", folder.config)
+    wanted = next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), None)
+    for parent, by_number in experts.items():
+        count = wanted or max(by_number) + 1
+        everything = set.union(*by_number.values())
+        for number in range(count):
+            missing = everything - by_number.get(number, set())
+            if missing:
+                yield error("E9", f"{parent}.{number}", f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other "
+                            "experts have", _AGAIN)  # fmt: skip
+
+
+def missing_siblings(folder: Folder) -> Iterator[Finding]:
+    """E11 without a skeleton: a member of q/k/v or gate/up that is nowhere while its siblings are there."""
+    present = {*folder.packed, *folder.linears}
+    for module in present:
+        siblings = set(siblings_of(module))
+        if {m.rpartition(".")[2] for m in siblings} >= {"q_proj"} or {m.rpartition(".")[2] for m in siblings} >= {
+            "gate_proj"
+        }:
+            for absent in sorted(siblings - present):
+                yield error("E11", absent, f"is missing while {module} is there", _AGAIN)

@@ -1,0 +1,62 @@
+"""Write one safetensors file whose tensors arrive one by one: header first, then bytes at their offsets.
+
+The format: 8 bytes little-endian header length, JSON header, tensor bytes. Tensors lie by falling element size, so
+that each is aligned, as the reference implementation does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from export.store import BYTES, Entry
+
+_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F16": torch.float16,
+           "F32": torch.float32, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}  # fmt: skip
+
+
+def write_file(
+    path: Path,
+    entries: Iterable[Entry],
+    tensors: Iterable[tuple[str, Tensor]],
+    progress: Callable[[int], object] = lambda written: None,
+) -> None:
+    """Every entry must arrive exactly once with its dtype and shape; the file is on disk when this returns.
+
+    Raises OSError (disk full), AssertionError where a tensor is not as announced.
+    """
+    header, starts = _header(list(entries))
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        base = file.tell()
+        announced = dict(starts)
+        for name, tensor in tensors:
+            start, entry = announced.pop(name)
+            if tensor.dtype != _DTYPES[entry.dtype] or tuple(tensor.shape) != entry.shape:
+                raise AssertionError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced {entry}")
+            file.seek(base + start)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            progress(entry.bytes)
+        if announced:
+            raise AssertionError(f"never written: {sorted(announced)[:3]}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(entries: list[Entry]) -> tuple[bytes, dict[str, tuple[int, Entry]]]:
+    starts: dict[str, tuple[int, Entry]] = {}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in sorted(entries, key=lambda e: (-BYTES[e.dtype], e.name)):
+        starts[entry.name] = (offset, entry)
+        header[entry.name] = {
+            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.bytes],
+        }  # fmt: skip
+        offset += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), starts
