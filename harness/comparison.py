@@ -24,7 +24,10 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkRow:
-    """One task under one filter, all arms, paired by item. Dictionaries are keyed by arm; recovery has no bf16."""
+    """One task under one filter, all arms, paired by item. Dictionaries are keyed by arm; recovery has no bf16.
+
+    recovery None: n/a, `Comparison.not_compared` says why. recovery_above_chance: (candidate - chance) / (bf16 - chance).
+    """
 
     task: str
     metric: str
@@ -37,7 +40,14 @@ class BenchmarkRow:
     score: dict[str, Estimate]
     recovery: dict[str, Estimate | None]
     recovery_above_chance: dict[str, Estimate | None]
-    flips: dict[str, tuple[int, int]]  # (right -> wrong, wrong -> right) against bf16
+    flips: dict[str, tuple[int, int]]  # items that got (worse, better) than under bf16
+    limit: int | None = None  # items asked for; not None: a smoke run, not the whole task
+    headline: bool = True  # counts in the median; False for every filter of a task but its first
+
+    @property
+    def label(self) -> str:
+        """The task's name; with the filter where the task is shown under several."""
+        return self.task if self.headline else f"{self.task} ({self.filter})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +67,10 @@ class FidelityRow:
 class Comparison:
     """Everything the report says about PTQ and QAD against BF16.
 
-    median_recovery / worst: over benchmarks, per arm. kl_ratio: KL of qad / KL of ptq. perplexity_gap_closed:
-    (ptq - qad) / (ptq - bf16), None unless the interval of the PTQ gap excludes 0. not_compared: what was left out and why.
+    median_recovery: per arm, over the headline rows that have a recovery. worst: label and recovery of the lowest of
+    all rows. kl_ratio: KL of qad / KL of ptq. perplexity_gap_closed: (ptq - qad) / (ptq - bf16), None unless the
+    interval of the PTQ gap lies above 0. throughput_ratio: arm -> phase (with its shape where a phase was measured
+    at several) -> speed / bf16's. not_compared: what was left out and why.
     """
 
     arms: list[str]
@@ -68,7 +80,7 @@ class Comparison:
     fidelity: dict[str, FidelityRow]
     kl_ratio: Estimate | None
     perplexity_gap_closed: Estimate | None
-    throughput_ratio: dict[str, dict[str, Estimate]]  # arm -> phase -> ratio to bf16
+    throughput_ratio: dict[str, dict[str, Estimate]]
     not_compared: list[str]
 
 

@@ -1,0 +1,194 @@
+"""What quantization cost and distillation gave back: records of the arms -> Comparison, with 95 % intervals.
+
+recovery = candidate / bf16 where higher is better, bf16 / candidate where lower is. Nothing is rounded, recovery above
+100 % is allowed, and what cannot be computed is n/a with its reason in `not_compared`, never 0 and never left out of
+a mean in silence. How the intervals are made, and what they cover: harness.intervals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from harness.comparable import (
+    BASELINE,
+    TaskKey,
+    arm_order,
+    by_kind,
+    paired,
+    require_comparable,
+    require_same_targets,
+    task_keys,
+    task_scores,
+)  # fmt: skip
+from harness.comparison import BenchmarkRow, Comparison, Estimate
+from harness.distance import compare_fidelity
+from harness.intervals import (
+    Floats,
+    Interval,
+    Ints,
+    mean_interval,
+    median_interval,
+    paired_ratio_deviations,
+    paired_ratio_interval,
+)  # fmt: skip
+from harness.records import Record, TaskScore
+from harness.speed import compare_throughput
+
+
+@dataclasses.dataclass(frozen=True)
+class _Benchmark:
+    """A row, and per arm the resampled deviations of its recovery (None: it has no interval)."""
+
+    row: BenchmarkRow
+    deviations: dict[str, Floats | None]
+
+
+def compare(records: list[Record]) -> Comparison:
+    """Compare the arms of one model.
+
+    Raises DataError where accuracy or fidelity records were not made under the same settings, from the same items or
+    text, or where the records of one arm are of different weights; every difference is named.
+    """
+    kinds = by_kind(records)
+    notes: list[str] = []
+    arms = sorted({record.arm for record in records}, key=arm_order)
+    for kind in ("accuracy", "fidelity"):
+        if kind in kinds:
+            require_comparable(kind, kinds[kind])
+            notes += [f"{kind}: {arm} was not measured" for arm in arms if arm not in kinds[kind]]
+    benchmarks = _benchmarks(kinds.get("accuracy", {}), notes)
+    medians = {arm: _median(arm, benchmarks, notes) for arm in arms if arm != BASELINE}
+    fidelity = compare_fidelity(kinds.get("fidelity", {}), notes)
+    return Comparison(
+        arms=arms,
+        benchmarks=[benchmark.row for benchmark in benchmarks],
+        median_recovery={arm: median for arm, median in medians.items() if median},
+        worst={arm: worst for arm in medians if (worst := _worst(arm, benchmarks))},
+        fidelity=fidelity.rows,
+        kl_ratio=fidelity.kl_ratio,
+        perplexity_gap_closed=fidelity.gap_closed,
+        throughput_ratio=compare_throughput(kinds.get("throughput", {}), notes),
+        not_compared=notes,
+    )
+
+
+def estimate(value: float, interval: Interval, n: int) -> Estimate:
+    """An interval and its value. Limits that are not finite are no limits."""
+    low, high = interval.low, interval.high
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        low = high = None
+    return Estimate(value, low, high, n, interval.clusters, interval.method, interval.note)
+
+
+# --- benchmarks ----------------------------------------------------------------------------------
+
+
+def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[_Benchmark]:
+    shown: set[str] = set()
+    found = []
+    for stream, key in enumerate(task_keys(arms)):
+        scores = task_scores(arms, key)
+        headline = key[0] not in shown
+        if not scores:
+            notes.append(f"{key[0]} (filter {key[1]}): no items")
+            continue
+        if not headline:
+            notes.append(f"{key[0]}: filter {key[1]} is shown but not in the median, which takes a task's first filter")
+        missing = [arm for arm in arms if arm not in scores]
+        notes += [f"{key[0]} (filter {key[1]}): no scores of {arm}" for arm in missing]
+        found.append(_benchmark(key, scores, headline, stream, notes))
+        shown.add(key[0])
+    return found
+
+
+def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]) -> _Benchmark:
+    task, filter_name, metric = key
+    values, cluster = paired(task, scores)
+    require_same_targets(task, scores)
+    label = f"{task} (filter {filter_name})"
+    first = next(iter(scores.values()))
+    usable = {arm: v for arm, v in values.items() if np.isfinite(v).all()}
+    notes += [f"{label}: scores of {arm} are not all numbers" for arm in values if arm not in usable]
+    recovery: dict[str, Estimate | None] = {}
+    above: dict[str, Estimate | None] = {}
+    deviations: dict[str, Floats | None] = {}
+    flips: dict[str, tuple[int, int]] = {}
+    base = usable.get(BASELINE)
+    for arm in (arm for arm in values if arm != BASELINE):
+        recovery[arm] = above[arm] = deviations[arm] = None
+        if base is None or arm not in usable:
+            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if base is None else arm} has no valid score")
+            continue
+        flips[arm] = _flips(base, usable[arm], first.higher_is_better)
+        top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
+        if not bottom.mean() > 0:
+            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if first.higher_is_better else arm} scores 0")
+            continue
+        recovery[arm] = _recovery(top, bottom, cluster)
+        deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream)
+        above[arm] = _above_chance(label, arm, first, top, bottom, cluster, notes)
+    row = BenchmarkRow(
+        task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
+        chance=first.chance, n=len(cluster), clusters=int(cluster.max()) + 1,
+        score={arm: estimate(float(v.mean()), mean_interval(v, cluster), len(v)) for arm, v in usable.items()},
+        recovery=recovery, recovery_above_chance=above, flips=flips, limit=first.limit, headline=headline,
+    )  # fmt: skip
+    return _Benchmark(row, deviations)
+
+
+def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -> Estimate:
+    value = (float(top.mean()) - chance) / (float(bottom.mean()) - chance)
+    return estimate(value, paired_ratio_interval(top, bottom, cluster, chance), len(top))
+
+
+def _above_chance(
+    label: str, arm: str, score: TaskScore, top: Floats, bottom: Floats, cluster: Ints, notes: list[str]
+) -> Estimate | None:
+    """(candidate - chance) / (bf16 - chance); None where bf16 is not clearly above chance: noise over noise."""
+    if score.chance is None or not score.higher_is_better:
+        return None
+    low = mean_interval(bottom, cluster).low
+    if low is None or low <= score.chance:
+        notes.append(f"{label}: recovery of {arm} above chance is n/a, {BASELINE} is not clearly above chance")
+        return None
+    return _recovery(top, bottom, cluster, score.chance)
+
+
+def _flips(base: Floats, other: Floats, higher_is_better: bool) -> tuple[int, int]:
+    """Items that got (worse, better) than under bf16."""
+    lower, higher = int(np.count_nonzero(other < base)), int(np.count_nonzero(other > base))
+    return (lower, higher) if higher_is_better else (higher, lower)
+
+
+# --- over benchmarks -----------------------------------------------------------------------------
+
+
+def _median(arm: str, benchmarks: Sequence[_Benchmark], notes: list[str]) -> Estimate | None:
+    """Median over the headline rows that have a recovery; no interval unless each of them has one."""
+    asked = [b for b in benchmarks if b.row.headline and arm in b.row.recovery]
+    counted = [(b, recovery) for b in asked if (recovery := b.row.recovery[arm])]
+    if len(counted) < len(asked):
+        notes.append(
+            f"median recovery of {arm}: {len(asked) - len(counted)} of {len(asked)} benchmarks are n/a, left out"
+        )
+    if not counted:
+        return None
+    values = [recovery.value for _, recovery in counted]
+    clusters = sum(b.row.clusters for b, _ in counted)
+    drawn = [d for b, _ in counted if (d := b.deviations[arm]) is not None]
+    if len(drawn) < len(counted):
+        unsure = [b.row.task for b, recovery in counted if recovery.low is None]
+        note = f"inconclusive: {', '.join(unsure)} has no interval"
+        interval = Interval(None, None, clusters, "none", note)
+    else:
+        interval = median_interval(values, drawn, clusters)
+    return estimate(float(np.median(values)), interval, len(values))
+
+
+def _worst(arm: str, benchmarks: Sequence[_Benchmark]) -> tuple[str, Estimate] | None:
+    rows = [(b.row.label, recovery) for b in benchmarks if (recovery := b.row.recovery.get(arm))]
+    return min(rows, key=lambda row: row[1].value, default=None)
