@@ -1,0 +1,1 @@
+"""What can compute the numbers: one module an engine, each third party behind its own."""

@@ -1,0 +1,89 @@
+"""The transformers engine: opens a checkpoint folder in this process and says what computes its numbers.
+
+NVFP4 folders are opened through `qad.hf`: weights are dequantized, activations of W4A4 are quantized and dequantized
+as an engine would, the matmul itself runs in `dtype`. The values are those of NVFP4, the speed is not: `emulated`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from harness.records import Engine
+from qad.errors import UsageError
+from qad.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
+from qad.source import open_checkpoint
+
+FILES = Engine(name="files", version="", dtype="", device="", kernel_path="safetensors headers", emulated=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """model: in eval mode, without gradients. engine: for the record."""
+
+    model: Any
+    tokenizer: Any
+    engine: Engine
+
+
+def load(folder: Path, dtype: str, device: str) -> LoadedModel:
+    """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N. No remote code.
+
+    Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device.
+    """
+    import qad.hf  # noqa: F401  (registers the quantizer that opens our folders)
+
+    if dtype not in (*DTYPES, "auto"):
+        raise UsageError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}, auto")
+    require_device(device)
+    dtype = resolve_dtype(dtype, device)
+    checkpoint = open_checkpoint(folder, allow_quantized=True)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    model = load_model(checkpoint, dtype, device)
+    algorithm = quantized_algorithm(checkpoint.config)
+    return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm))
+
+
+def require_device(device: str) -> None:
+    """Raises UsageError for a device torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        kind = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is unknown: use cpu, cuda or cuda:N") from error
+    count = torch.cuda.device_count()
+    if kind.type == "cuda" and (kind.index or 0) >= count:
+        raise UsageError(f"device {device} is not there: this machine has {count} CUDA devices; use cpu")
+
+
+def quantized_algorithm(config: dict[str, Any]) -> str | None:
+    """The quantization a folder's config.json declares (NVFP4, W4A16_NVFP4, ...), None for a plain model."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    return str(quantization.get("quant_algo") or quantization.get("format") or quantization.get("quant_method"))
+
+
+def describe(model: Any, dtype: str, device: str, algorithm: str | None) -> Engine:
+    """The record's engine entry. transformers has no NVFP4 kernels, so a quantized folder is always emulated."""
+    attention = getattr(model.config, "_attn_implementation", None) or "unknown"
+    matmul = f"torch {dtype} matmul, {attention} attention"
+    path = f"{algorithm} dequantized, then {matmul}" if algorithm else matmul
+    return Engine(
+        name="transformers",
+        version=importlib.metadata.version("transformers"),
+        dtype=dtype,
+        device=_device_name(device),
+        kernel_path=path,
+        emulated=algorithm is not None,
+    )
+
+
+def _device_name(device: str) -> str:
+    """`cuda:0` -> `cuda:0 (name of the card)`."""
+    import torch
+
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
