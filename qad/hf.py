@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -62,11 +63,8 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def decode(self, dtype: torch.dtype) -> NVFP4Linear:
-        """The Linear that computes. Raises ValueError where a stored tensor was never loaded."""
+        """The Linear that computes."""
         tensors = dict(self.named_parameters(recurse=False))
-        missing = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-        if missing:
-            raise ValueError(f"{missing[0]} was not in the checkpoint")
         q = QuantizedTensor(tensors["weight"].data, tensors["weight_scale"].data, tensors["weight_scale_2"].data)
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.out_features, linear.in_features = q.shape
@@ -90,6 +88,8 @@ class ModelOptHfQuantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        """Replace every Linear that is not ignored. Raises ValueError for a stored tensor that is missing: transformers
+        would make one up and only warn."""
         ignored = set(self.quantization_config.ignore)
         activations = self.quantization_config.quant_algo == "NVFP4"
         for name, module in list(model.named_modules()):
@@ -99,10 +99,17 @@ class ModelOptHfQuantizer(HfQuantizer):
                         f"{name} has in_features {module.in_features} and is not ignored: broken checkpoint"
                     )
                 _replace(model, name, PackedLinear(module, activations))
-        model._qad_dtype = model.config.dtype
+        stored = _names(kwargs.get("checkpoint_files") or [])
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                missing = [leaf for leaf, _ in module.named_parameters(recurse=False) if f"{name}.{leaf}" not in stored]
+                if missing:
+                    raise ValueError(
+                        f"{name}.{missing[0]} is not in the checkpoint: `qad check` says what else is broken"
+                    )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        dtype = next((p.dtype for n, p in model.named_parameters() if n.endswith("norm.weight")), None) or model.dtype
+        dtype = model.get_input_embeddings().weight.dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
                 _replace(model, name, module.decode(dtype))
@@ -115,6 +122,15 @@ class ModelOptHfQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _names(files: list[str]) -> set[str]:
+    """All tensor names in the files' headers."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:

@@ -158,7 +158,8 @@ def measure_folder(
     device = default_device()
     dtype = resolve_dtype(dtype, device)
     settings: dict[str, Any] = {}
-    engine, data = FILES, None
+    engine = FILES
+    data: Data
     if section is None:
         data = measure_memory(folder)
     elif isinstance(section, Accuracy):

@@ -26,7 +26,8 @@ def recorded() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     with safe_open(VECTORS, framework="pt") as file:
         names = sorted({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118 (not a dict)
         return {
-            n: (file.get_tensor(f"{n}/x"), file.get_tensor(f"{n}/input_scale"), file.get_tensor(f"{n}/y")) for n in names
+            n: (file.get_tensor(f"{n}/x"), file.get_tensor(f"{n}/input_scale"), file.get_tensor(f"{n}/y"))
+            for n in names
         }
 
 

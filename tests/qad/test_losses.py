@@ -30,7 +30,9 @@ def dense(t: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100])
 def test_chunked_equals_dense_in_loss_and_gradient(chunk: int) -> None:
     t = tensors()
-    loss = chunked_loss(t["student_hidden"], Head(t["student_head"]), t["teacher_hidden"], Head(t["teacher_head"]), chunk=chunk)
+    loss = chunked_loss(
+        t["student_hidden"], Head(t["student_head"]), t["teacher_hidden"], Head(t["teacher_head"]), chunk=chunk
+    )
     (loss / T).backward()
     expected = dense(t)
     grads = torch.autograd.grad(expected / T, (t["student_hidden"], t["student_head"]))
@@ -94,6 +96,8 @@ def test_no_tensor_of_tokens_times_vocabulary_outlives_a_chunk() -> None:
     t = tensors()
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        chunked_loss(t["student_hidden"], Head(t["student_head"]), t["teacher_hidden"], Head(t["teacher_head"]), chunk=4)
+        chunked_loss(
+            t["student_hidden"], Head(t["student_head"]), t["teacher_hidden"], Head(t["teacher_head"]), chunk=4
+        )
     assert kept
     assert max(kept) == V * H < T * V

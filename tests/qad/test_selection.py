@@ -57,7 +57,10 @@ def test_an_exclude_pattern_is_a_glob_on_the_full_name() -> None:
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_module() -> None:
-    with pytest.raises(UsageError, match=r"'model.layers.0.mlp.down_prj' matches no module; nearest is 'model.layers.\d+.mlp.down_proj'"):
+    with pytest.raises(
+        UsageError,
+        match=r"'model.layers.0.mlp.down_prj' matches no module; nearest is 'model.layers.\d+.mlp.down_proj'",
+    ):
         select(llama(), "NVFP4", exclude=["model.layers.0.mlp.down_prj"])
 
 

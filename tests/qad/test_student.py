@@ -55,7 +55,9 @@ def test_every_parameter_is_the_decoded_export(source: Checkpoint, tmp_path: Pat
     for group in arm.selection.groups:
         quantized = quantize_group({m: student.masters[f"{m}.weight"].detach() for m in group})
         for module, q in quantized.items():
-            assert torch.equal(parameters[f"{module}.weight"], nvfp4.dequantize(q, parameters[f"{module}.weight"].dtype))
+            assert torch.equal(
+                parameters[f"{module}.weight"], nvfp4.dequantize(q, parameters[f"{module}.weight"].dtype)
+            )
             seen.add(f"{module}.weight")
     assert len(seen) == 14
     for name in parameters.keys() - seen:

@@ -24,7 +24,9 @@ def docs(count: int, length: int = 30) -> list[Document]:
 
 
 def source(path: Path, **fields: str) -> DataSource:
-    return DataSource.model_validate({"source": "jsonl" if path.suffix == ".jsonl" else "text", "path": str(path), **fields})
+    return DataSource.model_validate(
+        {"source": "jsonl" if path.suffix == ".jsonl" else "text", "path": str(path), **fields}
+    )
 
 
 def test_the_python_docs_split_into_four_disjoint_roles() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,11 @@ from qad.errors import ArtifactError
 from qad.stages import prepare, ptq_arm, qad_arm
 from qad.train import Trainer, learning_rate
 
-SENTENCES = ["The river runs past the mill {0}.", "A heron waits {0} for fish.", "He counts {0} sacks of flour and {0} more."]
+SENTENCES = [
+    "The river runs past the mill {0}.",
+    "A heron waits {0} for fish.",
+    "He counts {0} sacks of flour and {0} more.",
+]
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +158,9 @@ def test_micro_batches_change_nothing_but_rounding(tiny_llama_dir: Path, text_fi
     assert kls[0] == pytest.approx(kls[1], rel=1e-4)
 
 
-def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
     with pytest.warns(UserWarning, match="never fell below its PTQ start"):
         arm = train(recipe(tiny_llama_dir, text_file, lr=10.0, tokens=5 * 128), tmp_path)
     assert not arm.trained
@@ -164,7 +169,11 @@ def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(tiny_llama_dir: Pa
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]), ("cosine", [0.5, 1, 1, 0.8536, 0.5, 0.1464])],
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.8536, 0.5, 0.1464]),
+    ],
 )
 def test_schedules(schedule: str, expected: list[float]) -> None:
     config = Recipe.model_validate({

@@ -1,0 +1,55 @@
+"""A tiny arm and its export, made once; corruptions work on copies."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.writer import export_arm
+from qad.arm import write_arm
+from qad.artifact import run_stage
+from qad.calibrate import AmaxObserver, group_input_scales
+from qad.loader import load_model, load_skeleton
+from qad.selection import select
+from qad.source import open_checkpoint
+
+
+def build_arm(source: Path, folder: Path, format: str = "NVFP4", exclude: tuple[str, ...] = ()) -> Path:
+    """A PTQ arm of a source folder, calibrated on a few tokens."""
+    checkpoint = open_checkpoint(source)
+    selection = select(load_skeleton(checkpoint), format, exclude=exclude)
+    scales: dict[str, torch.Tensor] = {}
+    if selection.quantizes_activations:
+        model = load_model(checkpoint, "float32", "cpu")
+        with AmaxObserver(model, list(selection.modules)) as observer, torch.no_grad():
+            model(torch.arange(64)[None])
+        scales = group_input_scales(observer.amax, selection, 1.0)
+    run_stage("arm", folder, {}, {}, lambda f: write_arm(f, "ptq", checkpoint, selection, scales))
+    return folder
+
+
+@pytest.fixture(scope="session", name="build_arm")
+def _build_arm() -> Callable[..., Path]:
+    return build_arm
+
+
+@pytest.fixture(scope="session")
+def arm_dir(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_arm(tiny_llama_dir, tmp_path_factory.mktemp("arm") / "ptq")
+
+
+@pytest.fixture(scope="session")
+def exported_dir(arm_dir: Path) -> Path:
+    out = arm_dir.parent / "export"
+    export_arm(arm_dir, out)
+    return out
+
+
+@pytest.fixture
+def exported(exported_dir: Path, tmp_path: Path) -> Path:
+    """A copy to corrupt."""
+    return Path(shutil.copytree(exported_dir, tmp_path / "copy"))

@@ -1,0 +1,256 @@
+"""Every corruption is refused with the name of what is broken; untouched folders pass."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.check import Finding, check, to_json
+from export.exclude import trtllm_excludes, vllm_excludes
+from qad.cli import main
+from qad.errors import UsageError
+
+Q, K, GATE, UP, DOWN = (
+    "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj",
+)  # fmt: skip
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
+    """A corruption of the weights file."""
+
+    def corrupt(folder: Path) -> None:
+        loaded = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items()}
+        change(loaded)
+        save_file(loaded, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return corrupt
+
+
+def outer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return edit("config.json", lambda config: change(config["quantization_config"]))
+
+
+def nested(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return edit("hf_quant_config.json", lambda config: change(config["quantization"]))
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def corrupt(folder: Path) -> None:
+        value = json.loads((folder / name).read_text())
+        change(value)
+        (folder / name).write_text(json.dumps(value))
+
+    return corrupt
+
+
+def both(names: list[str]) -> Callable[[Path], None]:
+    """The same exclude list in both places."""
+
+    def corrupt(folder: Path) -> None:
+        outer(lambda q: q.update(ignore=names))(folder)
+        nested(lambda q: q.update(exclude_modules=names))(folder)
+
+    return corrupt
+
+
+def set_byte(name: str, value: int) -> Callable[[Tensors], None]:
+    return lambda t: t[name].view(torch.uint8).view(-1).__setitem__(3, value)
+
+
+def to_bf16(module: str) -> Callable[[Tensors], None]:
+    def change(t: Tensors) -> None:
+        for leaf in ("weight_scale", "weight_scale_2", "input_scale"):
+            del t[f"{module}.{leaf}"]
+        packed = t[f"{module}.weight"]
+        t[f"{module}.weight"] = torch.ones(packed.shape[0], packed.shape[1] * 2, dtype=torch.bfloat16)
+
+    return change
+
+
+def drop_layer(t: Tensors) -> None:
+    for name in [n for n in t if n.startswith("model.layers.1.mlp")]:
+        del t[name]
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def stale_shard(folder: Path) -> None:
+    save_file({f"{DOWN}.weight_scale_2": torch.tensor(1.0)}, folder / "model-00001-of-00002.safetensors")
+
+
+def add_kv(t: Tensors) -> None:
+    t["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+
+
+def announce_kv(folder: Path) -> None:
+    outer(lambda q: q.update(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}))(folder)
+    nested(lambda q: q.update(kv_cache_quant_algo="FP8"))(folder)
+
+
+def lone_k_scale(folder: Path) -> None:
+    announce_kv(folder)
+    tensors(add_kv)(folder)
+
+
+def wrong_index(folder: Path) -> None:
+    names = list(load_file(folder / "model.safetensors"))
+    weight_map = {n: "model.safetensors" for n in names if n != f"{UP}.weight"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# name -> (rule, what must be named, corruption)
+CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+    "missing input_scale": ("E3", Q, tensors(lambda t: t.pop(f"{Q}.input_scale"))),
+    "missing weight_scale_2": ("E3", DOWN, tensors(lambda t: t.pop(f"{DOWN}.weight_scale_2"))),
+    "missing weight_scale": ("E3", UP, tensors(lambda t: t.pop(f"{UP}.weight_scale"))),
+    "missing weight": ("E3", K, tensors(lambda t: t.pop(f"{K}.weight"))),
+    "weight_scale as uint8": ("E3", Q, tensors(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].view(torch.uint8)}))),
+    "weight_scale as bf16": ("E3", Q, tensors(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].bfloat16()}))),
+    "half-width weight": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"][:, ::2].contiguous()}))),
+    "transposed scale": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].T.contiguous()}))),
+    "leaked buffer": ("E3", GATE, tensors(lambda t: t.update({f"{GATE}._amax": torch.ones(1)}))),
+    "zero weight_scale_2": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].fill_(0.0))),
+    "negative weight_scale_2": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].neg_())),
+    "nan weight_scale_2": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].fill_(float("nan")))),
+    "infinite input_scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.input_scale"].fill_(float("inf")))),
+    "denormal input_scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.input_scale"].fill_(1e-40))),
+    "weight_scale_2 as bf16": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight_scale_2": t[f"{DOWN}.weight_scale_2"].bfloat16()}))),
+    "nan scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0x7F))),
+    "negative nan scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0xFF))),
+    "negative scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0xB8))),
+    "zero scale over codes": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0x00))),
+    "nan norm": ("E4", "model.norm", tensors(lambda t: t["model.norm.weight"].view(-1).__setitem__(0, float("nan")))),
+    "unequal global scales in q/k/v": ("E6", K, tensors(lambda t: t[f"{K}.weight_scale_2"].mul_(10))),
+    "unequal global scales by one ulp": ("E6", GATE, tensors(lambda t: t[f"{GATE}.weight_scale_2"].view(torch.int32).add_(1))),
+    "unequal input scales in gate/up": ("E6", UP, tensors(lambda t: t[f"{UP}.input_scale"].mul_(2))),
+    "bf16 member of a fused group": ("E6", K, tensors(to_bf16(K))),
+    "bf16 linear not excluded": ("E7", DOWN, tensors(to_bf16(DOWN))),
+    "head not excluded": ("E7", "lm_head", both(["model.embed_tokens"])),
+    "packed module excluded": ("E7", DOWN, both(["lm_head", "model.embed_tokens", DOWN])),
+    "substring excludes": ("E7", DOWN, both(["lm_head", "model.embed_tokens", "layers.1.mlp.down"])),
+    "wildcard excludes": ("E7", UP, both(["lm_head", "model.embed_tokens", "*mlp*"])),
+    "part of q/k/v excluded": ("E7", Q, both(["lm_head", "model.embed_tokens", Q])),
+    "trailing dot": ("E7", "lm_head.", both(["lm_head.", "lm_head", "model.embed_tokens"])),
+    "scale on the tied head": ("E8", "lm_head", tensors(lambda t: t.update({"lm_head.weight_scale": torch.ones(4, 4).to(torch.float8_e4m3fn)}))),
+    "kv scale without algorithm": ("E10", "model.layers.0.self_attn.k_proj", tensors(add_kv)),
+    "kv algorithm without scales": ("E10", "config.json", announce_kv),
+    "k scale without v scale": ("E10", "model.layers.0.self_attn.k_proj", lone_k_scale),
+    "truncated file": ("E11", "model.safetensors", truncate),
+    "stale shard": ("E11", f"{DOWN}.weight_scale_2", stale_shard),
+    "index lacks a tensor": ("E11", f"{UP}.weight", wrong_index),
+    "layer missing": ("E11", "model.layers.1.mlp.gate_proj", tensors(drop_layer)),
+    "norm missing": ("E11", "model.layers.0.input_layernorm", tensors(lambda t: t.pop("model.layers.0.input_layernorm.weight"))),
+    "embedding cut": ("E11", "model.embed_tokens", tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:100].clone()}))),
+    "no weights": ("E11", "*.safetensors", lambda f: (f / "model.safetensors").unlink()),
+    "nested config missing": ("E1", "hf_quant_config.json", lambda f: (f / "hf_quant_config.json").unlink()),
+    "outer config missing": ("E1", "config.json", edit("config.json", lambda c: c.pop("quantization_config"))),
+    "group_size missing": ("E1", "hf_quant_config.json", nested(lambda q: q.pop("group_size"))),
+    "kv key missing": ("E1", "hf_quant_config.json", nested(lambda q: q.pop("kv_cache_quant_algo"))),
+    "group size 32": ("E1", "hf_quant_config.json", nested(lambda q: q.update(group_size=32))),
+    "algorithms disagree": ("E1", "config.json", nested(lambda q: q.update(quant_algo="W4A16_NVFP4"))),
+    "exclude lists disagree": ("E1", "model.embed_tokens", nested(lambda q: q.update(exclude_modules=["lm_head"]))),
+    "input_activations missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].pop("input_activations"))),
+    "config of another size": ("E3", GATE, edit("config.json", lambda c: c.update(intermediate_size=256))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corruption_is_refused_and_named(exported: Path, name: str) -> None:
+    rule, named, corrupt = CORRUPTIONS[name]
+    corrupt(exported)
+    errors = [f for f in check(exported) if f.severity == "error"]
+    assert any(f.rule == rule and named in f.module for f in errors), errors
+    assert all(f.message and f.remedy for f in errors)
+
+
+def test_the_untouched_export_passes(exported_dir: Path, arm_dir: Path) -> None:
+    assert check(exported_dir) == []
+    assert check(exported_dir, source=arm_dir) == []
+
+
+def test_weights_of_another_arm_are_told_apart(exported: Path, arm_dir: Path) -> None:
+    tensors(lambda t: t[f"{DOWN}.weight_scale_2"].mul_(1.5))(exported)
+    found = check(exported, source=arm_dir)
+    assert [(f.rule, f.module) for f in found] == [("W3", DOWN)]
+
+
+def test_tensor_parallelism_is_checked_before_it_fails(exported_dir: Path) -> None:
+    assert check(exported_dir, tp=4) == []
+    assert any(f.rule == "E5" and f.module.endswith("o_proj") for f in check(exported_dir, tp=8))
+
+
+def test_other_algorithms_are_unsupported_and_not_broken(exported: Path) -> None:
+    outer(lambda q: q.update(quant_algo="NVFP4_AWQ"))(exported)
+    nested(lambda q: q.update(quant_algo="NVFP4_AWQ"))(exported)
+    assert [(f.rule, f.severity) for f in check(exported)] == [("E2", "warning")]
+
+
+@pytest.mark.parametrize("what", ["missing", "bf16", "empty"])
+def test_what_is_no_nvfp4_folder_is_a_usage_error(tiny_llama_dir: Path, tmp_path: Path, what: str) -> None:
+    folder = {"missing": tmp_path / "none", "bf16": tiny_llama_dir, "empty": tmp_path}[what]
+    with pytest.raises(UsageError):
+        check(folder)
+    assert main(["check", str(folder)]) == 2
+
+
+def test_exit_codes_and_json(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(exported)]) == 0
+    capsys.readouterr()
+    tensors(set_byte(f"{GATE}.weight_scale", 0x7F))(exported)
+    assert main(["check", str(exported), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert set(report["findings"][0]) == {"rule", "severity", "module", "engine", "message", "remedy"}
+    assert main(["check", str(exported)]) == 1
+    assert re.search(rf"error: E4 {GATE}", capsys.readouterr().out)
+
+
+def test_warnings_pass_unless_strict(exported: Path) -> None:
+    outer(lambda q: q.update(quant_algo="OTHER"))(exported)
+    nested(lambda q: q.update(quant_algo="OTHER"))(exported)
+    assert main(["check", str(exported)]) == 0
+    assert main(["check", str(exported), "--strict"]) == 1
+
+
+def test_findings_become_json() -> None:
+    assert to_json([Finding("W1", "warning", "m", "all", "x", "y")])["ok"] is True
+
+
+# --- the engines' matchers ---
+
+
+@pytest.mark.parametrize(
+    ("module", "patterns", "vllm", "trtllm"),
+    [
+        ("lm_head", ["lm_head"], True, True),
+        ("model.layers.11.mlp.down_proj", ["model.layers.1"], True, False),  # vLLM: a substring
+        ("model.layers.1.mlp.down_proj", ["model.layers.1"], True, True),  # TensorRT-LLM: an ancestor
+        ("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"], True, False),  # vLLM: inside gate_up_proj
+        ("model.layers.0.self_attn.q_proj", ["*.self_attn.q_proj"], False, True),  # vLLM: not the fused qkv_proj
+        ("model.layers.0.mlp.down_proj", ["re:.*down_proj"], False, True),
+        ("model.layers.0.mlp.down_proj", ["*down_proj"], True, True),
+        ("a.mlp.up_proj", ["a.mlp.gate_proj", "a.mlp.up_proj"], True, True),
+        ("a.self_attn.o_proj", ["a.self_attn.q_proj"], False, False),
+    ],
+)  # fmt: skip
+def test_matchers(module: str, patterns: list[str], vllm: bool, trtllm: bool) -> None:
+    assert vllm_excludes(module, patterns) is vllm
+    assert trtllm_excludes(module, patterns) is trtllm
+
+
+def test_part_of_a_fused_module_is_refused_by_vllm_and_excludes_all_in_tensorrt_llm() -> None:
+    with pytest.raises(ValueError, match="only part"):
+        vllm_excludes("a.self_attn.k_proj", ["a.self_attn.q_proj"])
+    assert trtllm_excludes("a.self_attn.k_proj", ["a.self_attn.q_proj"])
