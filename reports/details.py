@@ -1,0 +1,141 @@
+"""The tables behind the summary: how each number is to be read, and what it is made of."""
+
+# ruff: noqa: RUF001 - typographic characters are what is printed
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from harness.comparison import Comparison
+from harness.records import MemoryData, Record
+from reports.load import Step
+from reports.numbers import clean, gigabytes, percent, plural, significant
+from reports.outcome import BASELINE, arm_name, filter_note, reading
+from reports.parts import Cell, Group, Row, Table
+from reports.tables import NOT_AVAILABLE, NOT_MEASURED, memory_of, number_cell, share_cell, speed_group
+
+CLASSES = {
+    "fp4_codes": "FP4 codes",
+    "block_scales": "block scales (E4M3)",
+    "global_scales": "global scales (FP32)",
+    "fp8": "FP8",
+    "bf16": "BF16",
+    "other": "other dtypes",
+}
+
+
+def benchmarks(comparison: Comparison) -> Table | None:
+    """One line a benchmark and arm: how the recovery is to be read."""
+    groups = []
+    for row in comparison.benchmarks:
+        rows = []
+        for arm, recovery in row.recovery.items():
+            worse, better = row.flips.get(arm, (0, 0))
+            flips = Cell(f"{worse} / {better}") if arm in row.flips else NOT_AVAILABLE
+            # Not all benchmarks have a chance level; one that has may have no recovery above it.
+            above = Cell("no chance level") if row.chance is None else share_cell(row.recovery_above_chance.get(arm))
+            method = Cell(clean(recovery.method, 60), clean(recovery.note, 80)) if recovery else NOT_AVAILABLE
+            n = Cell(plural(row.n, "item"), plural(row.clusters, "cluster"))
+            rows.append(Row(arm_name(arm), [share_cell(recovery), Cell(reading(recovery)), above, flips, n, method]))
+        chance = f", chance {percent(row.chance)}" if row.chance is not None else ""
+        groups.append(Group(f"{clean(row.task, 60)} ({filter_note(row)}{chance})", rows))
+    groups = [group for group in groups if group.rows]
+    if not groups:
+        return None
+    columns = ["", "Recovery", "Reading", "Recovery above chance", "Items worse / better", "n", "Interval by"]
+    note = (
+        "Above chance: (score − chance) / (BF16 score − chance), n/a unless BF16 is clearly above chance. Within noise "
+        "means that the interval holds 100 %, not that the arms are equal."
+    )
+    return Table("Recovery benchmark by benchmark", columns, groups, note, breakable=True)
+
+
+def token_kl(comparison: Comparison) -> Table | None:
+    """Quantiles of KL over tokens."""
+    arms = [arm for arm in comparison.arms if arm in comparison.fidelity and arm != BASELINE]
+    names = {"p50": "median", "p90": "90 %", "p99": "99 %", "p99_9": "99.9 %", "max": "largest"}
+    names = {key: name for key, name in names.items() if any(key in comparison.fidelity[arm].token_kl for arm in arms)}
+    if not names:
+        return None
+    rows = []
+    for arm in arms:
+        fidelity = comparison.fidelity[arm]
+        mean = number_cell(fidelity.kl)
+        cells = [Cell(significant(fidelity.token_kl[k])) if k in fidelity.token_kl else NOT_MEASURED for k in names]
+        rows.append(Row(arm_name(arm), [mean, *cells, Cell(plural(fidelity.tokens, "token"))]))
+    columns = ["", "Mean", *names.values(), "n"]
+    return Table("KL divergence over tokens, nats", columns, [Group("", rows)], "Quantiles have no interval here.")
+
+
+def qad_against_ptq(comparison: Comparison) -> Table | None:
+    entries = [
+        ("KL of QAD / KL of PTQ", "below 100 %: QAD is nearer to the teacher", comparison.kl_ratio),
+        ("Perplexity gap closed", "(PTQ − QAD) / (PTQ − BF16)", comparison.perplexity_gap_closed),
+    ]
+    rows = [
+        Row(label, [share_cell(e), Cell(plural(e.n, "sequence"), plural(e.clusters, "cluster"))], detail)
+        for label, detail, e in entries
+        if e
+    ]
+    return Table("QAD against PTQ, paired by sequence", ["", "Share", "n"], [Group("", rows)]) if rows else None
+
+
+def validation(steps: list[Step]) -> Table | None:
+    """Validation KL, at most 12 lines: the first, the best, the last, and some between."""
+    found = [step for step in steps if step.val_kl is not None]
+    if not found:
+        return None
+    best = min(found, key=lambda s: s.val_kl if s.val_kl is not None else math.inf)
+    stride = max(1, math.ceil(len(found) / 10))
+    shown = [s for i, s in enumerate(found) if i % stride == 0 or s in (best, found[-1])]
+    rows = []
+    for step in shown:
+        marks = (("PTQ start",) if step.step == 0 else ()) + (("best",) if step is best else ())
+        values = [Cell(f"{step.tokens:,}"), Cell(significant(step.val_kl or 0.0), "", marks), _optional(step.kl)]
+        rows.append(Row(f"Step {step.step:,}", values))
+    columns = ["", "Training tokens", "Validation KL, nats per token", "Training KL of that step, nats per token"]
+    note = f"{len(found)} validations, {len(rows)} shown." if len(rows) < len(found) else f"{len(found)} validations."
+    return Table("Validation KL", columns, [Group("", rows)], note)
+
+
+def _optional(value: float | None) -> Cell:
+    return Cell("—") if value is None else Cell(significant(value))
+
+
+def memory(arms: list[str], records: list[Record]) -> Table | None:
+    """Bytes by class. Each column names its unit."""
+    found = memory_of(records)
+    arms = [arm for arm in arms if arm in found]
+    if not arms:
+        return None
+    names = [name for name in CLASSES if any(found[arm].bytes_by_class.get(name) for arm in arms)]
+    names += sorted({n for arm in arms for n in found[arm].bytes_by_class if n not in CLASSES})
+
+    def row(label: str, count: Callable[[MemoryData], int], strong: bool = False) -> Row:
+        counts = [count(found[arm]) for arm in arms]
+        return Row(label, [Cell(gigabytes(c, binary=b)) for c in counts for b in (False, True)], strong=strong)
+
+    def of_class(name: str) -> Callable[[MemoryData], int]:
+        return lambda data: data.bytes_by_class.get(name, 0)
+
+    rows = [row(clean(CLASSES.get(name, name), 40), of_class(name)) for name in names]
+    rows.append(row("file headers", lambda d: d.file_bytes - d.tensor_bytes))
+    rows.append(row("Weight files", lambda d: d.file_bytes, strong=True))
+    columns = ["", *(f"{arm_name(arm)}, {unit}" for arm in arms for unit in ("GB", "GiB"))]
+    counts = "; ".join(
+        f"{arm_name(arm)} {found[arm].parameters:,} parameters, {found[arm].quantized_parameters:,} of them in four bits"
+        for arm in arms
+    )
+    note = f"GB is 10⁹ bytes, GiB is 2³⁰ bytes; exact, from the safetensors headers. {counts}."
+    return Table("Bytes on disk by class", columns, [Group("", rows)], note)
+
+
+def speed(comparison: Comparison, records: list[Record]) -> Table | None:
+    group = speed_group(comparison, records)
+    if not group.rows:
+        return None
+    note = (
+        "Median of the repeats and their range. The ratio is the geometric mean over repeats that ran next to each "
+        "other, with its 95 % interval. Prefill counts prompt tokens, decode generated tokens after the first."
+    )
+    return Table("Speed", ["", *map(arm_name, comparison.arms), "n"], [Group("", group.rows)], note)

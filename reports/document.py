@@ -1,0 +1,142 @@
+"""A report's contents, in order, from a comparison, its records and the run folder; format comes later."""
+
+# ruff: noqa: RUF001 - typographic characters are what is printed
+from __future__ import annotations
+
+from harness.comparison import Comparison
+from harness.records import Record
+from reports import details, figures, origin, tables
+from reports.load import Run
+from reports.numbers import clean, people_list
+from reports.outcome import arm_name, banners, outcome
+from reports.parts import Block, Code, Document, Notes, Section, Text
+
+RECIPE_LIMIT = 100_000
+
+METHOD = [
+    (
+        "Recovery",
+        "Score of the arm / score of BF16; where lower is better, BF16 / arm. A BF16 score of 0 or a missing score makes it "
+        "n/a; n/a is left out of medians and listed under “What was not measured”. Nothing is rounded before it is compared.",
+    ),
+    (
+        "Pairing",
+        "Every arm answered the same questions: items are paired by the hashes of document and prompt and have equal "
+        "targets. Records made under different settings are refused, not compared.",
+    ),
+    (
+        "Intervals",
+        "95 %. Items of one template or document, and tokens of one text sequence, are not independent: they form one cluster, "
+        "and all variance is taken between clusters.",
+    ),
+    (
+        "Interval of a recovery",
+        "Delta method with cluster-robust variance and Student’s t (it covers 94–97 % in simulation). Where fewer than ten items "
+        "differ between the arms that is too short; then Tango’s score interval of the paired difference, at n divided by the "
+        "design effect, relative to BF16’s score (94 % or more). Scores that are not right-or-wrong have no interval there: "
+        "inconclusive.",
+    ),
+    (
+        "Interval of a score",
+        "Wilson’s interval at n divided by the design effect for right-or-wrong scores, cluster-robust t for others.",
+    ),
+    (
+        "Median recovery",
+        "Over benchmarks, a task’s first filter each. The interval resamples within each benchmark, around values "
+        "shrunken by the share of their spread that noise explains (93–97 % in simulation). It is about these "
+        "benchmarks, not about others.",
+    ),
+    (
+        "KL divergence",
+        "KL(BF16 ‖ arm) over the full vocabulary, in nats, averaged over tokens of the test split, which calibration, training "
+        "and the choice of the best checkpoint did not see. Top-1 agreement: share of tokens at which both put the same "
+        "token first. Perplexity: exp of the mean negative log-likelihood per token.",
+    ),
+    (
+        "Interval of a fidelity number",
+        "Studentised cluster bootstrap over sequences, 4,000 resamples with a fixed seed; for KL on the log scale. With 24 "
+        "sequences it covers 93–95 %.",
+    ),
+    (
+        "Perplexity gap closed",
+        "(PTQ − QAD) / (PTQ − BF16), given only where the interval of the PTQ gap lies above 0.",
+    ),
+    (
+        "Speed",
+        "Repeats of the arms are interleaved; ratios are paired by repeat, with Student’s t on their logs.",
+    ),
+    (
+        "Size",
+        "From the safetensors headers; effective bits are bits on disk per logical parameter, a tied tensor counted once.",
+    ),
+]  # fmt: skip
+
+
+def document(run: Run, comparison: Comparison, records: list[Record]) -> Document:
+    """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`)."""
+    models = [clean(name) for name in dict.fromkeys(record.model for record in records)]
+    dates = sorted({record.created[:10] for record in records})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "at an unknown time"
+    arms = people_list([arm_name(arm) for arm in comparison.arms]) if comparison.arms else "no arm"
+    sections = [
+        Section("summary", "Summary", _kept(tables.summary(comparison, records), figures.recovery(comparison))),
+        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
+        Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
+        Section("training", "Training", _training(run)),
+        Section("memory", "Size", _memory(comparison, records)),
+        Section("speed", "Speed", _kept(details.speed(comparison, records)) or [_nothing("Speed")]),
+        Section("missing", "What was not measured, and why", _missing(run, comparison)),
+        Section("recipe", "Recipe", _recipe(run)),
+        Section("method", "Method", [Notes(METHOD)]),
+        Section("provenance", "Provenance", origin.provenance(records, run)),
+    ]
+    return Document(
+        title=people_list(models) if models else "No model",
+        subtitle=f"NVFP4 recovery report: {arms}, measured {clean(span, 40)}",
+        outcome=outcome(comparison, records),
+        banners=banners(comparison, records, run.steps),
+        sections=sections,
+    )
+
+
+def _kept(*blocks: Block | None) -> list[Block]:
+    return [block for block in blocks if block is not None]
+
+
+def _nothing(what: str) -> Text:
+    return Text(f"{what} was not measured; see “What was not measured”.")
+
+
+def _benchmarks(comparison: Comparison) -> list[Block]:
+    return _kept(details.benchmarks(comparison)) or [_nothing("Recovery")]
+
+
+def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
+    blocks = _kept(
+        details.qad_against_ptq(comparison), figures.fidelity(comparison, records), details.token_kl(comparison)
+    )
+    return blocks or [_nothing("Fidelity")]
+
+
+def _training(run: Run) -> list[Block]:
+    return _kept(figures.training(run.steps), details.validation(run.steps)) or [_nothing("The training curve")]
+
+
+def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
+    return _kept(figures.memory(comparison.arms, records), details.memory(comparison.arms, records)) or [
+        _nothing("Size")
+    ]
+
+
+def _missing(run: Run, comparison: Comparison) -> list[Block]:
+    items = [(f"Not measured: {clean(what)}", clean(why, 300)) for what, why in run.missing]
+    items += [("Not compared", clean(note, 300)) for note in comparison.not_compared]
+    items.append(("Not measured: noise floor", "BF16 was not measured against itself; small differences may be noise"))
+    items.append(("Not measured: memory while serving", "KV cache, capacity and peak memory need an engine"))
+    return [Notes(items)]
+
+
+def _recipe(run: Run) -> list[Block]:
+    if not run.recipe:
+        return [Text("The run folder holds no recipe.")]
+    return [Code(clean(run.recipe.rstrip("\n"), RECIPE_LIMIT, lines=True), "yaml")]

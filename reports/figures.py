@@ -1,0 +1,358 @@
+"""Figures as inline SVG by matplotlib: the same bytes for the same numbers, readable in light and dark.
+
+Colours are placeholders while matplotlib draws; then they become CSS variables of the page, so that a figure follows
+the page's colour scheme. An arm is told by marker shape and direct label as well as by colour. Each figure is drawn
+twice, for wide and for narrow screens, and the page's style sheet shows one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import matplotlib
+
+from harness.comparison import Comparison, Estimate
+from harness.records import FidelityData, Record
+from reports.details import CLASSES
+from reports.load import Step
+from reports.numbers import GB, clean, gigabytes, percent, significant
+from reports.outcome import BASELINE, arm_name
+from reports.parts import Figure
+from reports.tables import memory_of
+
+WIDE, NARROW = 7.4, 3.5  # inches of 72 points; the page shows a point as 1.25 pixels
+INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+COLOURS = {"bf16": "#050505", "ptq": "#060606", "qad": "#070707"}
+OTHERS = ["#080808", "#090909", "#0a0a0a"]
+CLASS_COLOURS = ["#0b0b0b", "#0c0c0c", "#0d0d0d", "#0e0e0e", "#0f0f0f", "#101010"]
+VARIABLES = {
+    INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper",
+    **{colour: arm for arm, colour in COLOURS.items()},
+    **{colour: f"other{i}" for i, colour in enumerate(OTHERS)},
+    **{colour: f"class{i}" for i, colour in enumerate(CLASS_COLOURS)},
+}  # fmt: skip
+MARKERS = {"bf16": "s", "ptq": "o", "qad": "D"}
+HATCHES = ["", "////", "", "\\\\\\\\", "", "...."]
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "nvfp4-qad", "text.parse_math": False, "font.family": "DejaVu Sans",
+    "font.size": 9.0, "axes.titlesize": 9.0, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED,
+    "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "grid.color": RULE,
+    "grid.linewidth": 0.8, "axes.grid": False, "figure.facecolor": "none", "axes.facecolor": "none",
+    "savefig.facecolor": "none", "legend.frameon": False, "hatch.linewidth": 0.8, "hatch.color": PAPER,
+    "axes.unicode_minus": True,
+}  # fmt: skip
+
+Draw = Callable[[Any, bool], None]  # (matplotlib figure, narrow)
+
+
+def recovery(comparison: Comparison) -> Figure | None:
+    """Dots on a line: recovery of every benchmark and arm with its interval, medians below, 100 % marked."""
+    arms = [arm for arm in comparison.arms if arm != BASELINE]
+    lines: list[tuple[str, dict[str, Estimate]]] = [
+        (row.label, {arm: e for arm in arms if (e := row.recovery.get(arm))}) for row in comparison.benchmarks
+    ]
+    lines = [line for line in lines if line[1]]
+    if not lines:
+        return None
+    if len(lines) > 1:
+        lines.append(("Median", comparison.median_recovery))
+
+    def draw(figure: Any, narrow: bool) -> None:
+        axes = figure.subplots()
+        _recovery_axes(axes, arms, lines, narrow)
+        _legend(figure, axes, arms)
+
+    height = 1.0 + (0.2 + 0.2 * len(arms)) * len(lines)
+    described = "; ".join(
+        f"{clean(label, 60)}: " + ", ".join(f"{arm_name(arm)} {percent(e.value)}" for arm, e in found.items())
+        for label, found in lines
+    )
+    return _figure(
+        "recovery", draw, (height, height), f"Recovery by benchmark with 95 % intervals. {described}.",
+        "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval.",
+    )  # fmt: skip
+
+
+def _recovery_axes(axes: Any, arms: list[str], lines: list[tuple[str, dict[str, Estimate]]], narrow: bool) -> None:
+    axes.axvline(100, color=INK, linewidth=1.0, zorder=1)
+    for place, (label, found) in enumerate(lines):
+        if label == "Median" and place == len(lines) - 1 and place:
+            axes.axhline(place - 0.5, color=RULE, linewidth=0.8)
+        for i, arm in enumerate(arms):
+            if arm not in found:
+                continue
+            y = place + (i - (len(arms) - 1) / 2) * 0.26
+            _dot(axes, 100 * found[arm].value, y, _limits(found[arm]), arm)
+    axes.set_yticks(range(len(lines)), [clean(label, 18 if narrow else 32) for label, _ in lines])
+    axes.set_ylim(len(lines) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    axes.set_xlabel("recovery, % of BF16")
+
+
+def _limits(estimate: Estimate) -> tuple[float, float] | None:
+    if estimate.low is None or estimate.high is None:
+        return None
+    return 100 * estimate.low, 100 * estimate.high
+
+
+def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm: str) -> None:
+    colour = _colour(arm)
+    if limits:
+        axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
+    face = colour if limits else "none"
+    axes.plot([x], [y], marker=_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3)
+
+
+def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
+    """KL quantiles over tokens, and KL of each sequence under QAD against PTQ."""
+    arms = [arm for arm in comparison.arms if arm in comparison.fidelity and arm != BASELINE]
+    curves = {arm: _quantiles(comparison.fidelity[arm].token_kl) for arm in arms}
+    curves = {arm: curve for arm, curve in curves.items() if len(curve) > 1}
+    pairs = _pairs(_fidelity_data(records)) if {"ptq", "qad"} <= comparison.fidelity.keys() else []
+    panels = [name for name, there in (("quantiles", curves), ("pairs", pairs)) if there]
+    if not panels:
+        return None
+
+    def draw(figure: Any, narrow: bool) -> None:
+        grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
+        for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
+            if name == "quantiles":
+                _quantile_axes(axes, curves)
+            else:
+                _pair_axes(axes, pairs)
+
+    nearer = sum(qad < ptq for ptq, qad in pairs)
+    alt = "KL divergence from the teacher: quantiles over tokens for " + " and ".join(map(arm_name, curves))
+    caption = "KL divergence from the BF16 teacher on the test split."
+    if pairs:
+        alt += f"; QAD is nearer to the teacher than PTQ in {nearer} of {len(pairs)} sequences"
+        caption += f" Each cross is one sequence; QAD is nearer in {nearer} of {len(pairs)} (below the diagonal)."
+    return _figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
+
+
+def _quantiles(token_kl: dict[str, float]) -> list[tuple[str, float]]:
+    names = {"p50": "50", "p90": "90", "p99": "99", "p99_9": "99.9", "max": "max"}
+    return [(name, token_kl[key]) for key, name in names.items() if token_kl.get(key, 0) > 0]
+
+
+def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> None:
+    order = [name for name in ("50", "90", "99", "99.9", "max") if any(name in dict(c) for c in curves.values())]
+    for arm, curve in curves.items():
+        places = [order.index(name) for name, _ in curve]
+        values = [value for _, value in curve]
+        axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
+        axes.annotate(
+            arm_name(arm), (places[0], values[0]), xytext=(0, 7 if arm == max(curves, key=lambda a: curves[a][0][1]) else -14),
+            textcoords="offset points", ha="center", color=_colour(arm), fontsize=8.5, fontweight="bold",
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.margins(x=0.12, y=0.14)
+    axes.set_xticks(range(len(order)), order)
+    axes.grid(axis="y")
+    axes.set_xlabel("quantile over tokens, %")
+    axes.set_ylabel("KL, nats")
+
+
+def _fidelity_data(records: list[Record]) -> dict[str, FidelityData]:
+    return {record.arm: record.data for record in records if isinstance(record.data, FidelityData)}
+
+
+def _pairs(data: dict[str, FidelityData]) -> list[tuple[float, float]]:
+    """KL per token of each sequence, (PTQ, QAD)."""
+    return [
+        (a.kl_sum / a.tokens, b.kl_sum / b.tokens)
+        for a, b in zip(data["ptq"].sequences, data["qad"].sequences, strict=False)
+        if a.tokens > 0 and b.tokens > 0
+    ]
+
+
+def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
+    top = 1.08 * max(max(pair) for pair in pairs) or 1.0
+    axes.plot([0, top], [0, top], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.annotate(
+        "equal", (0.93 * top, 0.93 * top), xytext=(-3, 0), textcoords="offset points", ha="right", color=MUTED
+    )
+    shown = pairs[:: math.ceil(len(pairs) / 1000)]
+    axes.plot(
+        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=_colour("qad"), markeredgewidth=1.3
+    )
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_aspect("equal")
+    axes.grid()
+    axes.set_axisbelow(True)
+    axes.set_xlabel("PTQ: KL of a sequence, nats per token")
+    axes.set_ylabel("QAD: the same sequence")
+
+
+def training(steps: list[Step]) -> Figure | None:
+    """Train and validation KL over training tokens; the PTQ start and the best validation are marked."""
+    train = [(s.tokens, s.kl) for s in steps if s.kl is not None]
+    valid = [(s.tokens, s.val_kl) for s in steps if s.val_kl is not None]
+    if len(train) < 2 and len(valid) < 2:
+        return None
+    best = min(valid, key=lambda point: point[1]) if valid else None
+
+    def draw(figure: Any, narrow: bool) -> None:
+        axes = figure.subplots()
+        if train:
+            # Long runs are thinned to what a screen can show.
+            thin = train[:: math.ceil(len(train) / 600)]
+            axes.plot(*zip(*thin, strict=True), color=MUTED, linewidth=1.0, label="training")
+        if valid:
+            axes.plot(
+                *zip(*valid, strict=True), color=_colour("qad"), marker="D", linewidth=1.8, label="validation",
+                markersize=4.5 if len(valid) <= 60 else 0,
+            )  # fmt: skip
+            if valid[0][0] == 0:
+                _mark_start(axes, valid[0][1])
+        if best:
+            axes.plot([best[0]], [best[1]], marker="o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
+            axes.annotate(
+                f"best {significant(best[1])}",
+                best,
+                xytext=(0, -19),
+                textcoords="offset points",
+                ha="center",
+                va="center",
+            )
+        axes.margins(x=0.06, y=0.22)
+        axes.grid(axis="y")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.locator_params(axis="x", nbins=4 if narrow else 7)
+        axes.set_xlabel("training tokens")
+        axes.set_ylabel("KL, nats per token")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+
+    alt = "KL divergence while training"
+    if best:
+        alt += f": validation from {significant(valid[0][1])} to a best of {significant(best[1])} nats per token"
+    return _figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
+
+
+def _mark_start(axes: Any, start: float) -> None:
+    axes.axhline(start, color=_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    axes.annotate(
+        f"PTQ start {significant(start)}", (1, start), xycoords=("axes fraction", "data"), xytext=(0, 4),
+        textcoords="offset points", ha="right", va="bottom", color=_colour("ptq"),
+    )  # fmt: skip
+
+
+def memory(arms: list[str], records: list[Record]) -> Figure | None:
+    """One stacked bar an arm, bytes by class, in GB."""
+    found = memory_of(records)
+    arms = [arm for arm in arms if arm in found]
+    if not arms:
+        return None
+    names = [name for name in CLASSES if any(found[arm].bytes_by_class.get(name) for arm in arms)]
+
+    def draw(figure: Any, narrow: bool) -> None:
+        axes = figure.subplots()
+        lefts = [0.0] * len(arms)
+        for name in names:
+            i = list(CLASSES).index(name)
+            widths = [found[arm].bytes_by_class.get(name, 0) / GB for arm in arms]
+            axes.barh(
+                range(len(arms)), widths, left=lefts, height=0.6, color=CLASS_COLOURS[i], hatch=HATCHES[i],
+                edgecolor=PAPER, linewidth=0.8, label=CLASSES[name],
+            )  # fmt: skip
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+        for y, (arm, left) in enumerate(zip(arms, lefts, strict=True)):
+            axes.annotate(
+                f"{gigabytes(found[arm].file_bytes)} GB",
+                (left, y),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axes.set_yticks(range(len(arms)), [arm_name(arm) for arm in arms])
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.set_xlim(0, 1.2 * max(lefts) or 1)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.locator_params(axis="x", nbins=4 if narrow else 7)
+        axes.set_xlabel("GB (10⁹ bytes) on disk")
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=2 if narrow else 3, handlelength=1.4)
+
+    sizes = ", ".join(f"{arm_name(arm)} {gigabytes(found[arm].file_bytes)} GB" for arm in arms)
+    height = 1.2 + 0.36 * len(arms)
+    caption = (
+        "Bytes on disk by class. Block scales cost half a bit per parameter; embeddings, head and norms stay BF16."
+    )
+    return _figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def _colour(arm: str) -> str:
+    return COLOURS.get(arm) or OTHERS[sum(map(ord, arm)) % len(OTHERS)]
+
+
+def _marker(arm: str) -> str:
+    return MARKERS.get(arm, "^")
+
+
+def _legend(figure: Any, axes: Any, arms: list[str]) -> None:
+    handles = [
+        axes.plot([], [], color=_colour(arm), marker=_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
+        for arm in arms
+    ]
+    figure.legend(handles, [arm_name(arm) for arm in arms], loc="outside upper left", ncols=len(arms))
+
+
+def _figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:
+    wide = _svg(f"{name}-wide", draw, (WIDE, heights[0]), narrow=False)
+    narrow = _svg(f"{name}-narrow", draw, (NARROW, heights[1]), narrow=True)
+    return Figure(wide, narrow, alt, caption)
+
+
+def _svg(prefix: str, draw: Draw, size: tuple[float, float], *, narrow: bool) -> str:
+    with _style():
+        from matplotlib.figure import Figure as Canvas
+
+        figure = Canvas(figsize=size, layout="constrained")
+        draw(figure, narrow)
+        out = io.StringIO()
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(out, format="svg", metadata=nothing)
+    return _inline(out.getvalue(), prefix)
+
+
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    """The style alone, whatever a user's matplotlibrc says; a glyph the font lacks is the reader's font's affair."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
+        warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """The <svg> element alone: identifiers unique in the page, colours by CSS variable, decorative for screen readers
+    (the figure around it carries the description)."""
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<style[^>]*>.*?</style>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), prefix), svg)  # text is left alone
+    return svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+
+
+def _inline_tag(tag: str, prefix: str) -> str:
+    tag = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', tag)
+    tag = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", tag)
+    for colour, variable in VARIABLES.items():
+        tag = tag.replace(colour, f"var(--{variable})")
+    return tag

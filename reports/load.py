@@ -1,0 +1,140 @@
+"""What a run folder holds besides records: training log, recipe, manifests. Anything missing or broken is named.
+
+Nothing here raises for a missing or damaged part: a report says "not measured" and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from harness import records
+from harness.records import ARMS, Record
+
+KINDS = ("accuracy", "fidelity", "memory", "throughput")
+METRICS = "metrics.jsonl"
+RECIPE = "recipe.yaml"
+MANIFEST = "qad_manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One line of metrics.jsonl. kl, val_kl: nats per token; None where the line has none."""
+
+    step: int
+    tokens: int
+    kl: float | None
+    lr: float | None
+    tokens_per_s: float | None
+    val_kl: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """recipe: the YAML text, "" if there is none. manifests: path inside the run -> facts, sorted by path.
+
+    missing: (what was not measured, why), in the order of the report.
+    """
+
+    steps: list[Step]
+    recipe: str
+    manifests: dict[str, dict[str, Any]]
+    missing: list[tuple[str, str]]
+
+
+def load_records(run: Path) -> list[Record]:
+    """Every readable RUN/measure/ARM/KIND.json, by path. `load_run` names the ones that cannot be read."""
+    return [found for found in map(_read, _paths(run)) if isinstance(found, Record)]
+
+
+def load_run(run: Path, given: list[Record]) -> Run:
+    """The rest of the folder. given: the records the report is about; what they lack is listed as missing."""
+    missing = _missing_records(run, given)
+    steps = _steps(run / METRICS, missing)
+    recipe = _text(run / RECIPE)
+    if not recipe:
+        missing.append(("recipe", f"the run holds no {RECIPE}"))
+    return Run(steps, recipe, _manifests(run), missing)
+
+
+def _paths(run: Path) -> list[Path]:
+    return sorted((run / "measure").glob("*/*.json"))
+
+
+def _read(path: Path) -> Record | str:
+    """The record, or why it cannot be read."""
+    try:
+        return records.read(path)
+    except (ValueError, OSError) as error:
+        return str(error.__cause__ or error)
+
+
+def _missing_records(run: Path, given: list[Record]) -> list[tuple[str, str]]:
+    have = {(record.arm, record.kind) for record in given}
+    damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
+    arms = [*ARMS, *sorted({arm for arm, _ in {*have, *damaged}} - set(ARMS))]
+    missing = []
+    for kind in KINDS:
+        for arm in arms:
+            if (arm, kind) in have:
+                continue
+            why = (
+                f"the record cannot be read ({damaged[arm, kind]})" if (arm, kind) in damaged else "there is no record"
+            )
+            missing.append((f"{kind} of {arm}", why))
+    unknown = sorted(key for key in damaged if key[1] not in KINDS)
+    return [
+        *missing,
+        *((f"{kind} of {arm}", f"the record cannot be read ({damaged[arm, kind]})") for arm, kind in unknown),
+    ]
+
+
+def _steps(path: Path, missing: list[tuple[str, str]]) -> list[Step]:
+    """One entry a step; where a resumed run wrote a step again, the later line counts."""
+    found: dict[int, Step] = {}
+    broken = 0
+    for line in _text(path).splitlines():
+        try:
+            raw = json.loads(line)
+            step = Step(int(raw["step"]), int(raw["tokens"]), *(_number(raw.get(k)) for k in _CURVES))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            broken += 1
+            continue
+        found[step.step] = step
+    if not found:
+        missing.append(("training curve", f"the run holds no readable {METRICS}"))
+    elif broken:
+        missing.append((f"{broken} lines of {METRICS}", "they cannot be read"))
+    return [found[step] for step in sorted(found)]
+
+
+_CURVES = ("kl", "lr", "tokens_per_s", "val_kl")
+
+
+def _number(value: Any) -> float | None:
+    """None for null and for what is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _manifests(run: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted({*run.glob(f"*/{MANIFEST}"), *run.glob(f"*/*/{MANIFEST}")}):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            continue
+        if isinstance(raw, dict):
+            found[path.parent.relative_to(run).as_posix()] = raw
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,82 @@
+"""Numbers and names as a reader sees them. Rounding happens here, for display, and nowhere before a comparison."""
+
+# ruff: noqa: RUF001, RUF002 - typographic characters are what is printed
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from harness.comparison import Estimate
+
+NAME_LIMIT = 120
+GB, GIB = 10**9, 2**30
+Format = Callable[[float, float], str]  # value, the scale that sets the number of decimals -> text
+
+# Marks that reorder or hide the text around them, and what ends a line in some readers.
+_INVISIBLE = {0x061C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF}
+
+
+def clean(text: object, limit: int = NAME_LIMIT, *, lines: bool = False) -> str:
+    """Any string as one visible line: control and direction marks become U+FFFD, the rest is cut at `limit`.
+
+    lines: keep line ends and tabs.
+    """
+    kept = "\n\t" if lines else ""
+    shown = "".join(c if c in kept or _visible(c) else "\ufffd" for c in str(text).replace("\r\n", "\n")[: 4 * limit])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _visible(char: str) -> bool:
+    code = ord(char)
+    return not (code < 32 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in _INVISIBLE)
+
+
+def percent(share: float, scale: float = 0.0) -> str:
+    """0.9894 -> 98.9 %."""
+    return f"{_bare_percent(share, scale)} %"
+
+
+def _bare_percent(share: float, scale: float = 0.0) -> str:
+    return _minus(f"{100 * share:.1f}")
+
+
+def significant(value: float, scale: float = 0.0, digits: int = 3) -> str:
+    """`digits` significant digits of `scale` (of the value where it is 0), so that limits show the value's decimals."""
+    size = abs(scale or value)
+    if size == 0:
+        return _minus(f"{value:.1e}") if value else "0"
+    exponent = math.floor(math.log10(size))
+    if not -4 <= exponent <= 6:
+        return _minus(f"{value:.{digits - 1}e}")
+    return _minus(f"{value:,.{max(0, digits - 1 - exponent)}f}")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def interval(estimate: Estimate, form: Format = significant) -> str:
+    """97.1–100.4, or "" where there is none or it has no width. `form` writes a limit without its unit."""
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
+        return ""
+    low, high = form(estimate.low, estimate.value), form(estimate.high, estimate.value)
+    return f"{low} to {high}" if "−" in low + high or "e" in low + high else f"{low}–{high}"
+
+
+def percent_interval(estimate: Estimate) -> str:
+    return interval(estimate, _bare_percent)
+
+
+def gigabytes(count: int, *, binary: bool = False) -> str:
+    """Bytes / 1e9, or / 2^30 with `binary`; without unit. 14480000000 -> 14.48, 13.49."""
+    value = count / (GIB if binary else GB)
+    return f"{value:.2f}" if value >= 10 or value == 0 else significant(value, digits=4 if value >= 1 else 3)
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" + ("" if count == 1 else "s")
+
+
+def people_list(words: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,0 +1,128 @@
+"""RUN/report/{report.html,report.md,report.json} from a comparison, its records and the run folder.
+
+A pure function of those: no clock, no randomness, no path of the machine; two renders give the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from harness import comparison as comparisons
+from harness import records as record_types
+from harness.comparison import Comparison
+from harness.records import Record
+from reports import origin
+from reports.document import document
+from reports.load import Run, load_run
+from reports.parts import Document
+from reports.tables import memory_of, points_of
+
+SCHEMA_VERSION = 1
+# Everything Markdown or HTML could take for markup.
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|&~$])")
+_BLOCK_START = re.compile(r"^(\s*)([-=]|\d+[.)])", re.MULTILINE)
+
+
+def render(run: Path, comparison: Comparison, records: list[Record]) -> list[Path]:
+    """Write the three files (each aside, then renamed) and return their paths: HTML, Markdown, JSON."""
+    records = origin.ordered(records)
+    loaded = load_run(run, records)
+    contents = document(loaded, comparison, records)
+    texts = {
+        "report.html": html(contents),
+        "report.md": markdown(contents),
+        "report.json": _json(contents, comparison, records, loaded),
+    }
+    folder = run / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in texts.items():
+        partial = folder / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(folder / name)
+        written.append(folder / name)
+    return written
+
+
+def html(contents: Document) -> str:
+    """One self-contained page: no script, nothing loaded; every string escaped by jinja2."""
+    return _environment(autoescape=True).get_template("report.html.j2").render(doc=contents) + "\n"
+
+
+def markdown(contents: Document) -> str:
+    """The same tables and sentences. Figures are in the HTML; their numbers are in the tables."""
+    text = _environment(autoescape=False).get_template("report.md.j2").render(doc=contents)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _environment(*, autoescape: bool) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("reports"), autoescape=autoescape, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["md"] = _markdown_text
+    environment.filters["fence"] = _fence
+    return environment
+
+
+def _markdown_text(text: str) -> str:
+    """Plain text on one line, with nothing left that Markdown or HTML would interpret."""
+    escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
+    return _BLOCK_START.sub(r"\1\\\2", escaped.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;"))
+
+
+def _fence(text: str) -> str:
+    """A fence longer than any run of backticks in the text."""
+    return "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+
+
+def _json(contents: Document, comparison: Comparison, records: list[Record], run: Run) -> str:
+    """The numbers unrounded, for programs."""
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        "title": contents.title,
+        "outcome": contents.outcome,
+        "banners": [dataclasses.asdict(banner) for banner in contents.banners],
+        "comparison": comparisons.to_json(comparison),
+        "memory": {
+            arm: {**dataclasses.asdict(data), "effective_bits": _bits(data), "quantized_share": _share(data)}
+            for arm, data in memory_of(records).items()
+        },
+        "throughput": {arm: [dataclasses.asdict(p) for p in points] for arm, points in points_of(records).items()},
+        "training": [dataclasses.asdict(step) for step in run.steps],
+        "not_measured": [{"what": what, "why": why} for what, why in run.missing],
+        "recipe": run.recipe,
+        "records": [_record(record) for record in records],
+        "manifests": run.manifests,
+    }
+    return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
+
+
+def _record(record: Record) -> dict[str, Any]:
+    """A record without its data, and its hash."""
+    facts = record_types.to_json(record)
+    return {"sha256": origin.record_hash(record), **{key: value for key, value in facts.items() if key != "data"}}
+
+
+def _bits(data: record_types.MemoryData) -> float | None:
+    return data.effective_bits if data.parameters else None
+
+
+def _share(data: record_types.MemoryData) -> float | None:
+    return data.quantized_share if data.parameters else None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not a number is null."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
