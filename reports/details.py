@@ -9,7 +9,7 @@ from collections.abc import Callable
 from harness.comparison import Comparison
 from harness.records import MemoryData, Record
 from reports.load import Step
-from reports.numbers import clean, gigabytes, percent, plural, significant
+from reports.numbers import clean, gigabytes_in_column, percent, plural, significant
 from reports.outcome import BASELINE, arm_name, filter_note, reading
 from reports.parts import Cell, Group, Row, Table
 from reports.tables import NOT_AVAILABLE, NOT_MEASURED, memory_of, number_cell, share_cell, speed_group
@@ -34,20 +34,27 @@ def benchmarks(comparison: Comparison) -> Table | None:
             flips = Cell(f"{worse} / {better}") if arm in row.flips else NOT_AVAILABLE
             # Not all benchmarks have a chance level; one that has may have no recovery above it.
             above = Cell("no chance level") if row.chance is None else share_cell(row.recovery_above_chance.get(arm))
-            method = Cell(clean(recovery.method, 60), clean(recovery.note, 80)) if recovery else NOT_AVAILABLE
+            how = ", ".join(clean(part, 80) for part in (recovery.method, recovery.note) if part) if recovery else ""
             n = Cell(plural(row.n, "item"), plural(row.clusters, "cluster"))
-            rows.append(Row(arm_name(arm), [share_cell(recovery), Cell(reading(recovery)), above, flips, n, method]))
+            rows.append(Row(arm_name(arm), [share_cell(recovery), Cell(reading(recovery), how), above, flips, n]))
         chance = f", chance {percent(row.chance)}" if row.chance is not None else ""
         groups.append(Group(f"{clean(row.task, 60)} ({filter_note(row)}{chance})", rows))
     groups = [group for group in groups if group.rows]
     if not groups:
         return None
-    columns = ["", "Recovery", "Reading", "Recovery above chance", "Items worse / better", "n", "Interval by"]
+    columns = [
+        "",
+        "Recovery",
+        "Reading, and how the interval was made",
+        "Recovery above chance",
+        "Items worse / better",
+        "n",
+    ]
     note = (
         "Above chance: (score − chance) / (BF16 score − chance), n/a unless BF16 is clearly above chance. Within noise "
         "means that the interval holds 100 %, not that the arms are equal."
     )
-    return Table("Recovery benchmark by benchmark", columns, groups, note, breakable=True)
+    return Table("Each benchmark against BF16", columns, groups, note, breakable=True)
 
 
 def token_kl(comparison: Comparison) -> Table | None:
@@ -93,9 +100,9 @@ def validation(steps: list[Step]) -> Table | None:
         marks = (("PTQ start",) if step.step == 0 else ()) + (("best",) if step is best else ())
         values = [Cell(f"{step.tokens:,}"), Cell(significant(step.val_kl or 0.0), "", marks), _optional(step.kl)]
         rows.append(Row(f"Step {step.step:,}", values))
-    columns = ["", "Training tokens", "Validation KL, nats per token", "Training KL of that step, nats per token"]
+    columns = ["", "Training tokens", "Validation KL, nats", "Training KL of that step, nats"]
     note = f"{len(found)} validations, {len(rows)} shown." if len(rows) < len(found) else f"{len(found)} validations."
-    return Table("Validation KL", columns, [Group("", rows)], note)
+    return Table("Validations", columns, [Group("", rows)], note)
 
 
 def _optional(value: float | None) -> Cell:
@@ -109,11 +116,13 @@ def memory(arms: list[str], records: list[Record]) -> Table | None:
     if not arms:
         return None
     names = [name for name in CLASSES if any(found[arm].bytes_by_class.get(name) for arm in arms)]
+    largest = max(found[arm].file_bytes for arm in arms)
     names += sorted({n for arm in arms for n in found[arm].bytes_by_class if n not in CLASSES})
 
     def row(label: str, count: Callable[[MemoryData], int], strong: bool = False) -> Row:
         counts = [count(found[arm]) for arm in arms]
-        return Row(label, [Cell(gigabytes(c, binary=b)) for c in counts for b in (False, True)], strong=strong)
+        cells = [Cell(gigabytes_in_column(c, largest, binary=b)) for c in counts for b in (False, True)]
+        return Row(label, cells, strong=strong)
 
     def of_class(name: str) -> Callable[[MemoryData], int]:
         return lambda data: data.bytes_by_class.get(name, 0)
@@ -138,4 +147,4 @@ def speed(comparison: Comparison, records: list[Record]) -> Table | None:
         "Median of the repeats and their range. The ratio is the geometric mean over repeats that ran next to each "
         "other, with its 95 % interval. Prefill counts prompt tokens, decode generated tokens after the first."
     )
-    return Table("Speed", ["", *map(arm_name, comparison.arms), "n"], [Group("", group.rows)], note)
+    return Table("Tokens per second", ["", *map(arm_name, comparison.arms), "n"], [Group("", group.rows)], note)

@@ -129,11 +129,17 @@ def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 
 def _missing(run: Run, comparison: Comparison) -> list[Block]:
-    items = [(f"Not measured: {clean(what)}", clean(why, 300)) for what, why in run.missing]
-    items += [("Not compared", clean(note, 300)) for note in comparison.not_compared]
-    items.append(("Not measured: noise floor", "BF16 was not measured against itself; small differences may be noise"))
-    items.append(("Not measured: memory while serving", "KV cache, capacity and peak memory need an engine"))
+    items = [(_capital(clean(what)), clean(why, 300)) for what, why in run.missing]
+    items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
+    items.append(
+        ("Noise floor", "not measured: BF16 was not run against itself, so nothing tells how much a rerun moves")
+    )
+    items.append(("Memory while serving", "not measured: KV cache, capacity and peak memory need a serving engine"))
     return [Notes(items)]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _recipe(run: Run) -> list[Block]:

@@ -152,11 +152,13 @@ def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> Non
         values = [value for _, value in curve]
         axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
         axes.annotate(
-            arm_name(arm), (places[0], values[0]), xytext=(0, 7 if arm == max(curves, key=lambda a: curves[a][0][1]) else -14),
-            textcoords="offset points", ha="center", color=_colour(arm), fontsize=8.5, fontweight="bold",
+            arm_name(arm), (places[-1], values[-1]), xytext=(7, 0), textcoords="offset points", va="center",
+            color=_colour(arm), fontweight="bold",
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.margins(x=0.12, y=0.14)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xlim(-0.3, len(order) - 0.25)
     axes.set_xticks(range(len(order)), order)
     axes.grid(axis="y")
     axes.set_xlabel("quantile over tokens, %")
@@ -283,7 +285,7 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
         axes.locator_params(axis="x", nbins=4 if narrow else 7)
         axes.set_xlabel("GB (10⁹ bytes) on disk")
         handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=2 if narrow else 3, handlelength=1.4)
+        figure.legend(handles, labels, loc="outside upper left", ncols=2 if narrow else 4, handlelength=1.4)
 
     sizes = ", ".join(f"{arm_name(arm)} {gigabytes(found[arm].file_bytes)} GB" for arm in arms)
     height = 1.2 + 0.36 * len(arms)

@@ -56,7 +56,7 @@ def load_run(run: Path, given: list[Record]) -> Run:
     steps = _steps(run / METRICS, missing)
     recipe = _text(run / RECIPE)
     if not recipe:
-        missing.append(("recipe", f"the run holds no {RECIPE}"))
+        missing.append(("recipe", f"not known: the run holds no {RECIPE}"))
     return Run(steps, recipe, _manifests(run), missing)
 
 
@@ -76,20 +76,16 @@ def _missing_records(run: Path, given: list[Record]) -> list[tuple[str, str]]:
     have = {(record.arm, record.kind) for record in given}
     damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
     arms = [*ARMS, *sorted({arm for arm, _ in {*have, *damaged}} - set(ARMS))]
+    kinds = [*KINDS, *sorted({kind for _, kind in damaged} - set(KINDS))]
     missing = []
-    for kind in KINDS:
+    for kind in kinds:
         for arm in arms:
-            if (arm, kind) in have:
+            damage = damaged.get((arm, kind))
+            if (arm, kind) in have or (damage is None and kind not in KINDS):
                 continue
-            why = (
-                f"the record cannot be read ({damaged[arm, kind]})" if (arm, kind) in damaged else "there is no record"
-            )
-            missing.append((f"{kind} of {arm}", why))
-    unknown = sorted(key for key in damaged if key[1] not in KINDS)
-    return [
-        *missing,
-        *((f"{kind} of {arm}", f"the record cannot be read ({damaged[arm, kind]})") for arm, kind in unknown),
-    ]
+            why = f"the record cannot be read ({damage})" if damage else "there is no record"
+            missing.append((f"{kind} of {arm}", f"not measured: {why}"))
+    return missing
 
 
 def _steps(path: Path, missing: list[tuple[str, str]]) -> list[Step]:
@@ -105,7 +101,7 @@ def _steps(path: Path, missing: list[tuple[str, str]]) -> list[Step]:
             continue
         found[step.step] = step
     if not found:
-        missing.append(("training curve", f"the run holds no readable {METRICS}"))
+        missing.append(("training curve", f"not measured: the run holds no readable {METRICS}"))
     elif broken:
         missing.append((f"{broken} lines of {METRICS}", "they cannot be read"))
     return [found[step] for step in sorted(found)]

@@ -112,8 +112,9 @@ def _emulated(records: list[Record]) -> list[Banner]:
 
 
 def _collapsed(comparison: Comparison) -> list[Banner]:
-    """Every benchmark under the threshold, whatever the median says."""
+    """Every benchmark under the threshold, whatever the median says; red for the arm that is furthest along."""
     found = []
+    last = max(comparison.worst, key=comparison.arms.index, default="")
     for arm in comparison.arms:
         low = [
             (row.label, recovery)
@@ -124,7 +125,11 @@ def _collapsed(comparison: Comparison) -> list[Banner]:
             named = [f"{_share(recovery)} on {clean(label, 60)}" for label, recovery in low[:5]]
             more = f", and {len(low) - 5} more" if len(low) > 5 else ""
             text = f"{arm_name(arm)} recovers only {people_list(named)}{more}. A median does not show this."
-            found.append(Banner("warning", f"Benchmark below {100 * LOW_RECOVERY:.0f} % of BF16", text))
+            found.append(
+                Banner(
+                    "warning" if arm == last else "caution", f"Benchmark below {100 * LOW_RECOVERY:.0f} % of BF16", text
+                )
+            )
     return found
 
 

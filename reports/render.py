@@ -3,6 +3,7 @@
 A pure function of those: no clock, no randomness, no path of the machine; two renders give the same bytes.
 """
 
+# ruff: noqa: RUF001 - typographic characters are what is printed
 from __future__ import annotations
 
 import dataclasses
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from harness import comparison as comparisons
 from harness import records as record_types
@@ -27,6 +29,7 @@ from reports.tables import memory_of, points_of
 SCHEMA_VERSION = 1
 # Everything Markdown or HTML could take for markup.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|&~$])")
+_NUMBER = re.compile(r"\d[\d.,]* (?:%|GB|nats)(?: \([\d.,–−to ]+\))?")
 _BLOCK_START = re.compile(r"^(\s*)([-=]|\d+[.)])", re.MULTILINE)
 
 
@@ -67,9 +70,15 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
         loader=jinja2.PackageLoader("reports"), autoescape=autoescape, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["unbroken"] = _unbroken
     environment.filters["md"] = _markdown_text
     environment.filters["fence"] = _fence
     return environment
+
+
+def _unbroken(text: str) -> Markup:
+    """Escaped HTML in which a number stays on one line with its unit and interval."""
+    return Markup(_NUMBER.sub(r'<span class="value">\g<0></span>', str(escape(text))))
 
 
 def _markdown_text(text: str) -> str:

@@ -48,6 +48,7 @@ def summary(comparison: Comparison, records: list[Record]) -> Table:
         groups=[group for group in groups if group.rows],
         note="Under each number: its 95 % interval. Recovery is the score divided by BF16's (the other way round where "
         "lower is better); above 100 % is possible.",
+        breakable=True,
     )
 
 
