@@ -103,7 +103,8 @@ class Folder:
             if is_linear and module not in self.packed:
                 found[module] = (entry.shape[0], entry.shape[1])
         if self.config.get("tie_word_embeddings") and "lm_head" in (known or {}) and "lm_head" not in self.packed:
-            found["lm_head"] = (known or {})["lm_head"]  # the engine builds it, though it has no tensor of its own
+            n, k = (known or {})["lm_head"]
+            found["lm_head"] = (n, k)  # the engine builds it, though it has no tensor of its own
         return found
 
 

@@ -145,7 +145,7 @@ class ThroughputData:
 
 # --- the record ----------------------------------------------------------------------------------
 
-Data = Union[MemoryData, FidelityData, AccuracyData, ThroughputData]
+Data = MemoryData | FidelityData | AccuracyData | ThroughputData
 _DATA: dict[str, type[Any]] = {d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ThroughputData)}
 
 
@@ -213,7 +213,7 @@ def _build(cls: Any, value: Any, where: str) -> Any:
     """Rebuild a value of (possibly nested) annotated type `cls` from JSON types."""
     if dataclasses.is_dataclass(value):
         return value
-    if dataclasses.is_dataclass(cls):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         if not isinstance(value, dict):
             raise ValueError(f"{where} is {type(value).__name__}, expected an object")
         hints = get_type_hints(cls)

@@ -90,7 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         "--data", default="python-docs", help="fidelity: python-docs, or a text or JSONL file (its test split)"
     )
     sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
-    sub.add_argument("--tasks", default="qad_facts,qad_agreement", help="accuracy: comma-separated task names")
+    sub.add_argument("--seq-len", type=int, default=512, help="fidelity: longest sequence, in tokens (default: 512)")
+    sub.add_argument(
+        "--tasks", default="qad_agreement,qad_facts,qad_phrases", help="accuracy: comma-separated task names"
+    )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
@@ -200,7 +203,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
-        "fidelity": {"data": args.data, "tokens": args.tokens},
+        "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
         "accuracy": {"tasks": args.tasks.split(","), "limit": args.limit},
         "throughput": {},
     }

@@ -22,10 +22,13 @@ from qad.nvfp4 import fake_quantize
 
 
 class Student:
-    """A model, its FP32 masters by parameter name, and the selection that says how they are deployed."""
+    """A model, its FP32 masters by parameter name, and the selection that says how they are deployed.
+
+    It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights.
+    Raises ArtifactError for an arm that quantizes nothing.
+    """
 
     def __init__(self, arm: Arm, model: nn.Module) -> None:
-        """Take over the arm's source model (its parameters become the student's) and deploy the arm's weights."""
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
         self.model: Any = model

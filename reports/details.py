@@ -54,7 +54,7 @@ def benchmarks(comparison: Comparison) -> Table | None:
         "Above chance: (score − chance) / (BF16 score − chance), n/a unless BF16 is clearly above chance. Within noise "
         "means that the interval holds 100 %, not that the arms are equal."
     )
-    return Table("Each benchmark against BF16", columns, groups, note, breakable=True)
+    return Table("Each benchmark against BF16", columns, groups, note, breakable=len(groups) > 6)
 
 
 def token_kl(comparison: Comparison) -> Table | None:

@@ -28,9 +28,9 @@ from reports.tables import memory_of, points_of
 
 SCHEMA_VERSION = 1
 # Everything Markdown or HTML could take for markup.
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|&~$])")
+_MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
 _NUMBER = re.compile(r"\d[\d.,]* (?:%|GB|nats)(?: \([\d.,–−to ]+\))?")
-_BLOCK_START = re.compile(r"^(\s*)([-=]|\d+[.)])", re.MULTILINE)
+_BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 
 
 def render(run: Path, comparison: Comparison, records: list[Record]) -> list[Path]:

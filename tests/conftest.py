@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ def build_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     model.save_pretrained(folder)
     build_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_llama() -> Callable[..., Path]:
+    """Saves a tiny Llama into a folder: make_llama(folder, seed=0, **config)."""
+    return build_llama
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,260 @@
+"""`qad run` on a tiny model, through folders: all of it, reuse, kills at any moment, and what a user does wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from qad.cli import main
+
+pytestmark = pytest.mark.pipeline
+
+SENTENCES = [
+    "The river runs past the mill {0}.",
+    "A heron waits {0} for fish.",
+    "He counts {0} sacks of flour and {0} more.",
+]
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAD_COMPILE", "0")
+
+
+def write_recipe(folder: Path, model: Path, **train: Any) -> Path:
+    text = folder / "text.jsonl"
+    lines = [{"text": " ".join(s.format(i * 7 + j) for j, s in enumerate(SENTENCES * 3))} for i in range(400)]
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {
+        "model": str(model),
+        "dtype": "float32",
+        "quantize": {"format": "NVFP4", "exclude": ["lm_head"]},
+        "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
+        "train": {
+            "data": str(text), "tokens": 12 * 128, "seq_len": 32, "batch_size": 4, "lr": 1e-4, "validate_every": 4,
+            "save_every": 2, "validation_tokens": 256, "chunk": 64, **train,
+        },
+        "measure": {
+            "fidelity": {"data": str(text), "tokens": 512, "seq_len": 64},
+            "accuracy": {"tasks": ["qad_agreement"], "limit": 40},
+            "throughput": {"input_tokens": 16, "output_tokens": 4, "repeats": 2},
+        },
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("run")
+    recipe = write_recipe(folder, tiny_llama_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QAD_COMPILE", "0")
+        assert main(["run", str(recipe), "--out", str(folder / "out")]) == 0
+    return recipe, folder / "out"
+
+
+def exported_bytes(run: Path) -> dict[str, bytes]:
+    """Everything in the exported folders but the manifests, which hold times."""
+    files = sorted(p for p in (run / "export").rglob("*") if p.is_file() and p.name != "qad_manifest.json")
+    return {str(p.relative_to(run)): p.read_bytes() for p in files}
+
+
+def test_the_run_folder_is_the_contract(finished: tuple[Path, Path]) -> None:
+    _, run = finished
+    for name in ("arms/bf16", "arms/ptq", "arms/qad", "export/ptq", "export/qad"):
+        assert (run / name / "qad_manifest.json").is_file()
+    for arm in ("bf16", "ptq", "qad"):
+        assert {p.name for p in (run / "measure" / arm).iterdir()} == {
+            "memory.json", "fidelity.json", "accuracy.json", "throughput.json",
+        }  # fmt: skip
+    assert {p.name for p in (run / "report").iterdir()} >= {"report.html", "report.md", "report.json"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [set(row) for row in rows] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl"}] * 13
+    assert not list(run.rglob("*.partial"))
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["lr"] == 1e-4
+
+
+def test_exported_folders_pass_the_check_and_name_no_path_of_this_machine(finished: tuple[Path, Path]) -> None:
+    _, run = finished
+    for arm in ("ptq", "qad"):
+        assert main(["check", str(run / "export" / arm), "--strict"]) == 0
+        assert main(["check", str(run / "export" / arm), "--source", str(run / "arms" / arm)]) == 0
+        for name in ("config.json", "hf_quant_config.json", "README.md"):
+            assert str(run.parent) not in (run / "export" / arm / name).read_text()
+
+
+def test_the_trained_checkpoint_differs_from_ptq_in_weights_and_not_in_calibration(finished: tuple[Path, Path]) -> None:
+    _, run = finished
+    ptq, qad = (load_file(run / "export" / arm / "model.safetensors") for arm in ("ptq", "qad"))
+    assert ptq.keys() == qad.keys()
+    scales = [n for n in ptq if n.endswith("input_scale")]
+    assert all(ptq[n].item() == qad[n].item() for n in scales)
+    assert any(not ptq[n].equal(qad[n]) for n in ptq if n.endswith(".weight"))
+
+
+def test_a_second_run_does_nothing_again(finished: tuple[Path, Path]) -> None:
+    recipe, run = finished
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.parent.name != "report"}
+    assert main(["run", str(recipe), "--out", str(run)]) == 0
+    changed = [p for p, t in before.items() if p.stat().st_mtime_ns != t]
+    assert [p.name for p in changed] in ([], ["recipe.yaml"])
+
+
+def test_changed_settings_run_the_changed_stages_only(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
+    args = ["run", str(recipe), "--out", str(run), "--set", "measure.accuracy=null"]
+    assert main(args) == 0
+    before = {arm: (run / "arms" / arm / "qad_manifest.json").stat().st_mtime_ns for arm in ("ptq", "qad")}
+    assert main([*args, "--set", "train.lr=2e-4"]) == 0
+    after = {arm: (run / "arms" / arm / "qad_manifest.json").stat().st_mtime_ns for arm in ("ptq", "qad")}
+    assert before["ptq"] == after["ptq"]
+    assert before["qad"] != after["qad"]
+
+
+def test_report_and_show_read_a_finished_run(finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = finished
+    html = (run / "report" / "report.html").read_bytes()
+    assert main(["report", str(run)]) == 0
+    assert (run / "report" / "report.html").read_bytes() == html
+    capsys.readouterr()
+    assert main(["show", str(run / "export" / "qad")]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "checkpoint"
+
+
+def test_measure_by_hand(finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_path: Path) -> None:
+    recipe, run = finished
+    folder, text = run / "export" / "ptq", yaml.safe_load(recipe.read_text())["train"]["data"]
+    out = tmp_path / "record.json"
+    assert main(["measure", "memory", str(folder), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["kind"] == "memory"
+    fidelity = [
+        "measure",
+        "fidelity",
+        str(folder),
+        "--out",
+        str(out),
+        "--data",
+        text,
+        "--tokens",
+        "512",
+        "--seq-len",
+        "64",
+    ]
+    assert main(fidelity) == 2  # no teacher
+    assert main([*fidelity, "--teacher", str(tiny_llama_dir), "--dtype", "float32"]) == 0
+    in_run = json.loads((run / "measure" / "ptq" / "fidelity.json").read_text())
+    by_hand = json.loads(out.read_text())
+    assert by_hand["data"] == in_run["data"]
+    assert by_hand["settings"] == in_run["settings"]
+    assert by_hand["checkpoint"] == in_run["checkpoint"]
+
+
+# --- killed at any moment ---
+
+
+def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "QAD_COMPILE": "0", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "qad.cli", "run", str(recipe), "--out", str(run)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+MOMENTS = {
+    "calibrating": "arms/ptq.partial",
+    "first steps": "metrics.jsonl",
+    "state saved": "arms/qad.partial/state-00000004",
+    "exporting": "export/ptq.partial",
+    "measuring": "measure/bf16/memory.json",
+}
+
+
+@pytest.mark.slow
+def test_killed_at_five_moments_and_started_again_it_ends_in_the_same_bytes(
+    finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    recipe, whole = finished
+    run = tmp_path / "out"
+    for awaited in MOMENTS.values():
+        process = start(recipe, run)
+        deadline = time.monotonic() + 120
+        while not (run / awaited).exists():
+            if process.poll() is not None:  # a moment too short to be caught: the run went on to its end
+                break
+            assert time.monotonic() < deadline, process.communicate()[0]
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    final = start(recipe, run)
+    output, _ = final.communicate(timeout=300)
+    assert final.returncode == 0, output
+    assert exported_bytes(run) == exported_bytes(whole)
+    assert "report:" in output
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing_that_looks_finished(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
+    process = start(recipe, run)
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in output
+    assert not (run / "arms" / "qad").exists()
+
+
+# --- what a user does wrong ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=nowhere/at/all"], "does not exist"),
+        (["train.lrr=1"], "did you mean 'lr'?"),
+        (["train.tokens=100000000"], "its text has"),
+        (["train.data=none.jsonl"], "cannot be read"),
+        (["measure.accuracy.tasks=[qad_agrement]"], "qad_agreement"),
+        (["quantize.exclude=['*.q_proj']"], "include or exclude all of them"),
+        (["quantize.exclude=[nothing]"], "matches no module"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_written(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_llama_dir)
+    args = [a for o in overrides for a in ("--set", o)]
+    assert main(["run", str(recipe), "--out", str(tmp_path / "out"), *args]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qad: error:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out" / "arms").exists()
+
+
+def test_a_run_of_another_model_and_a_foreign_folder_are_refused(
+    finished: tuple[Path, Path],
+    make_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe, run = finished
+    other = make_llama(tmp_path / "other", seed=1)
+    assert main(["run", str(recipe), "--out", str(run), "--set", f"model={other}"]) == 2
+    assert "run of another model" in capsys.readouterr().err
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    assert main(["run", str(recipe), "--out", str(foreign)]) == 2
+    assert [p.name for p in foreign.iterdir()] == ["thesis.tex"]
