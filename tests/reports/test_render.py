@@ -20,7 +20,6 @@ from harness.recovery import compare
 from reports.render import render
 from reports.tables import summary, summary_text
 
-Change = Callable[..., Record]
 HOSTILE = (
     '<script>alert(1)</script> "\'>&amp; $x^2$ \u202egnp\u202c \x00\x07\ud800 | `a` ]]> --> id="q" #010101 *b* _c_ '
 )
@@ -77,6 +76,7 @@ def only_accuracy(record: Record, change: Callable[[Any], Any]) -> Record:
 # --- a pure function -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("drawn")
 def test_two_renders_give_the_same_bytes(run: Path, records: list[Record]) -> None:
     paths = render(run, compare(records), records)
     assert [path.name for path in paths] == ["report.html", "report.md", "report.json"]
@@ -105,6 +105,7 @@ def test_reports_import_records_and_comparison_only() -> None:
 # --- the page ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_page_is_self_contained(run: Path, records: list[Record]) -> None:
     html, _, _ = rendered(run, records)
     page = Page(html)
@@ -117,6 +118,7 @@ def test_the_page_is_self_contained(run: Path, records: list[Record]) -> None:
     assert {link[1:] for link in page.links} <= set(page.ids)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_everything_in_order(run: Path, records: list[Record]) -> None:
     html, md, _ = rendered(run, records)
     places = [html.index(f'<h2 id="{name}"') for name in SECTIONS]
@@ -171,6 +173,7 @@ def test_size_labels_match_their_divisors(run: Path, records: list[Record]) -> N
     assert "GB is 10⁹ bytes, GiB is 2³⁰ bytes" in text
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_best_validation_and_the_start_are_marked(run: Path, records: list[Record]) -> None:
     html, md, _ = rendered(run, records)
     assert "PTQ start 0.442" in html
@@ -366,6 +369,7 @@ def hostile(record: Record) -> Record:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("drawn")
 def test_hostile_text_is_text(run: Path, records: list[Record]) -> None:
     (run / "recipe.yaml").write_text("```\n</code><script>\n~~~\n", encoding="utf-8")
     plain = Page(rendered(run, records)[0])
