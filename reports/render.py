@@ -7,6 +7,7 @@ A pure function of those: no clock, no randomness, no path of the machine; two r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -65,6 +66,7 @@ def markdown(contents: Document) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
+@functools.cache
 def _environment(*, autoescape: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("reports"), autoescape=autoescape, undefined=jinja2.StrictUndefined,

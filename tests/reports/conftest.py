@@ -152,10 +152,15 @@ def write_run(run: Path, records: list[Record]) -> None:
         (run / name / "qad_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
-@pytest.fixture
-def records() -> list[Record]:
-    """Twelve records: three arms, four kinds."""
+@pytest.fixture(scope="session")
+def _made() -> list[Record]:
     return make_records()
+
+
+@pytest.fixture
+def records(_made: list[Record]) -> list[Record]:
+    """Twelve records: three arms, four kinds."""
+    return list(_made)
 
 
 @pytest.fixture
