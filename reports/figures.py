@@ -128,6 +128,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
         for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
             if name == "quantiles":
                 _quantile_axes(axes, curves)
+                _legend(figure, axes, list(curves))
             else:
                 _pair_axes(axes, pairs)
 
@@ -151,14 +152,10 @@ def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> Non
         places = [order.index(name) for name, _ in curve]
         values = [value for _, value in curve]
         axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
-        axes.annotate(
-            arm_name(arm), (places[-1], values[-1]), xytext=(7, 0), textcoords="offset points", va="center",
-            color=_colour(arm), fontweight="bold",
-        )  # fmt: skip
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter("")
-    axes.set_xlim(-0.3, len(order) - 0.25)
+    axes.set_xlim(-0.3, len(order) - 0.7)
     axes.set_xticks(range(len(order)), order)
     axes.grid(axis="y")
     axes.set_xlabel("quantile over tokens, %")

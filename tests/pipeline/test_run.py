@@ -168,7 +168,11 @@ def test_measure_by_hand(finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_
 def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "QAD_COMPILE": "0", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "qad.cli", "run", str(recipe), "--out", str(run)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # A background shell hands down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 MOMENTS = {
