@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib
+import matplotlib.ticker
 
 from harness.comparison import Comparison, Estimate
 from harness.records import FidelityData, Record
@@ -153,6 +154,9 @@ def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> Non
         values = [value for _, value in curve]
         axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
     axes.set_yscale("log")
+    values = [value for curve in curves.values() for _, value in curve]
+    few_decades = max(values) < 1000 * min(values)
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter("")
     axes.set_xlim(-0.3, len(order) - 0.7)
