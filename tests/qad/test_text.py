@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 from qad.config import DataSource
 from qad.errors import DataError
-from qad.loader import load_tokenizer
+from qad.loader import load_model, load_tokenizer
+from qad.source import open_checkpoint
 from qad.text import ROLES, Document, documents, encode, pack, require_disjoint, sequences, split_of
 
 
@@ -119,3 +121,20 @@ def test_evaluation_sequences_are_whole_documents_cut_at_the_limit(tokenizer: ob
     assert len({key for key, _ in chosen}) == 8
     with pytest.raises(DataError, match="asked for"):
         sequences(docs(2), tokenizer, tokens=10_000, seq_len=50, seed=0)
+
+
+def test_packed_documents_do_not_attend_to_each_other(tiny_llama_dir: Path, tokenizer: object) -> None:
+    """Hidden states of a packed window equal those of its documents run alone."""
+    windows = pack(docs(6, 1), tokenizer, 2, 48, seed=0, what="x")
+    model = load_model(open_checkpoint(tiny_llama_dir), "float32", "cpu").base_model
+    with torch.no_grad():
+        packed = model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False).last_hidden_state
+    pieces = 0
+    for row, (ids, positions) in enumerate(zip(windows.input_ids_ST, windows.position_ids_ST, strict=True)):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        for start, stop in itertools.pairwise(starts):
+            with torch.no_grad():
+                alone = model(ids[None, start:stop], use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(packed[row, start:stop], alone, rtol=1e-4, atol=1e-5)
+            pieces += 1
+    assert pieces > 2
