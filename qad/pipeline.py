@@ -18,7 +18,7 @@ import yaml
 
 from qad.artifact import open_artifact
 from qad.config import Recipe
-from qad.errors import ArtifactError, BrokenCheckpointError
+from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
 from qad.measuring import Measuring
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, qad_arm, require_enough_text
 
@@ -109,7 +109,12 @@ def report_run(out: Path, say: Callable[[str], None]) -> Path:
             f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
         )
     comparison = compare(records)
-    paths = render(out, comparison, records)
+    try:
+        paths = render(out, comparison, records)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
+        ) from error
     say(summary_text(comparison, records))
     return next(path for path in paths if path.suffix == ".html")
 
