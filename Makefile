@@ -40,7 +40,7 @@ lint: setup
 bench: setup
 	$(BIN)/python tests/bench/fake_quantize.py
 
-# Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
+# Not yet run to its end. Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.
 vllm-env:
 	$(PYTHON) -m venv $(VLLM_VENV)
