@@ -11,22 +11,27 @@ from pathlib import Path
 
 from export.findings import Finding, error, to_json
 from export.folder import Folder, open_folder
-from export.rules import files, metadata, tensors
-from qad.arm import open_arm
-from qad.nvfp4 import QuantizedTensor, dequantize
+from export.rules import coverage, files, metadata, tensors
+from export.rules.against_arm import against_arm
+from qad.errors import UsageError
 
 __all__ = ["Finding", "check", "to_json"]
 
-# Gaussian weights have .094-.096 under max calibration.
-_RELATIVE_ERROR = 0.15
+ENGINES = ("all", "vllm", "trtllm")
 
 
 def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "all") -> list[Finding]:
-    """All findings, errors first. `source`: the arm it was exported from. Raises UsageError for what is no NVFP4 folder."""
+    """All findings, errors first.
+
+    source: the arm it was exported from. tp: planned tensor parallelism. engine: all, vllm or trtllm. Raises UsageError
+    for what is no NVFP4 folder, ArtifactError where `source` is no arm.
+    """
+    if tp < 1 or engine not in ENGINES:
+        raise UsageError(f"tp {tp}, engine {engine!r}: expected tp >= 1 and one of {', '.join(ENGINES)}")
     opened = open_folder(folder)
     findings = list(_findings(opened, tp))
     if source is not None and not any(f.severity == "error" for f in findings):
-        findings += _against_arm(opened, source)
+        findings += against_arm(opened, source)
     if engine != "all":
         findings = [f for f in findings if f.engine in (engine, "all")]
     return sorted(dict.fromkeys(findings), key=lambda f: (f.severity != "error", f.rule, f.module))
@@ -46,19 +51,7 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
         yield from tensors.e4_bytes(folder)
     yield from tensors.e5_dimensions(folder, tp)
     yield from tensors.e6_scale_groups(folder)
-    yield from metadata.e7_exclusion(folder)
-    yield from metadata.e8_excluded_modules(folder)
-    yield from tensors.e9_experts(folder)
-    yield from metadata.e10_kv_scales(folder)
-
-
-def _against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
-    """W3: decoded weights against the arm's own."""
-    arm = open_arm(source)
-    for module in folder.packed:
-        weight = arm.weight(f"{module}.weight").float()
-        q = QuantizedTensor(*(folder.get(f"{module}.{leaf}") for leaf in ("weight", "weight_scale", "weight_scale_2")))
-        error_ratio = float((dequantize(q) - weight).norm() / weight.norm().clamp(min=1e-30))
-        if not error_ratio <= _RELATIVE_ERROR:
-            yield error("W3", module, f"decoded weights differ from {arm.name}'s by {error_ratio:.3f} of their norm, expected "
-                        "about 0.095", f"export {source} again")  # fmt: skip
+    yield from coverage.e7_exclusion(folder)
+    yield from coverage.e8_excluded_modules(folder)
+    yield from coverage.e9_experts(folder)
+    yield from coverage.e10_kv_scales(folder)

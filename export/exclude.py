@@ -8,7 +8,7 @@ Sources: vLLM 0.32 ModelOptQuantConfigBase.is_layer_excluded; TensorRT-LLM Quant
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatch, fnmatchcase
 
 from qad.fusion import siblings_of
@@ -16,45 +16,52 @@ from qad.fusion import siblings_of
 _FUSED_LEAF = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13", "q_a_proj": "fused_qkv_a_proj"}
 
 
-def vllm_excludes(module: str, patterns: Sequence[str]) -> bool:
-    """True where vLLM runs the module unquantized. Raises ValueError where it refuses: part of a fused module excluded."""
-    members = siblings_of(module)
+def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str] | None = None) -> bool:
+    """True where vLLM runs the module unquantized. `modules`: the model's own, so that only members that exist count as
+    fused (None: all do). Raises ValueError where vLLM refuses: part of a fused module is excluded."""
+    members = [name for name in siblings_of(module) if modules is None or name in modules or name == module]
     if len(members) > 1:
         exact = [name in patterns for name in members]
         if all(exact):
             return True
-        fused = _fused_name(members)
-        if _vllm_matches(fused, patterns):
-            return True
+        fused = _fused_name(siblings_of(module)[0])
         if any(exact):
             raise ValueError(f"only part of {fused} is excluded")
-        return False
+        return _vllm_matches(fused, patterns)
     return module in patterns or _vllm_matches(module, patterns)
 
 
 def _vllm_matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(name == p or p in name or fnmatch(name, p) for p in patterns if p)
+    """A substring, also without a leading `language_model.`, or a glob."""
+    return any(pattern in name or fnmatch(name, pattern) for pattern in patterns)
 
 
 def trtllm_excludes(module: str, patterns: Sequence[str]) -> bool:
-    """True where TensorRT-LLM runs the module unquantized: a glob on the name or any ancestor, or `re:` on the whole
-    name. Any excluded member of q/k/v or gate/up excludes all of them."""
+    """True where TensorRT-LLM runs the module unquantized: a glob or a whole `re:` match on the name or any ancestor.
+    Any excluded member of q/k/v or gate/up excludes all of them."""
     return any(_trtllm_matches(name, patterns) for name in siblings_of(module))
 
 
 def _trtllm_matches(name: str, patterns: Sequence[str]) -> bool:
     parts = name.split(".")
-    ancestors = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    candidates = [".".join(parts[: i + 1]) for i in range(len(parts))]
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if re.fullmatch(pattern[3:], name):
+            if any(_full_match(pattern[3:], candidate) for candidate in candidates):
                 return True
-        elif any(fnmatchcase(candidate, pattern) for candidate in ancestors):
+        elif any(fnmatchcase(candidate, pattern) for candidate in candidates):
             return True
     return False
 
 
-def _fused_name(members: Sequence[str]) -> str:
-    parent, _, leaf = members[0].rpartition(".")
+def _full_match(expression: str, name: str) -> bool:
+    try:
+        return re.fullmatch(expression, name) is not None
+    except re.error:
+        return False
+
+
+def _fused_name(first: str) -> str:
+    parent, _, leaf = first.rpartition(".")
     fused = _FUSED_LEAF.get(leaf, leaf)
     return f"{parent}.{fused}" if parent else fused

@@ -1,7 +1,7 @@
 """Write one safetensors file whose tensors arrive one by one: header first, then bytes at their offsets.
 
 The format: 8 bytes little-endian header length, JSON header, tensor bytes. Tensors lie by falling element size, so
-that each is aligned, as the reference implementation does.
+that each is aligned; the file is, to the byte, the one the reference implementation writes of the same tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export.store import BYTES, Entry
+from export.store import Entry
 
-_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F16": torch.float16,
-           "F32": torch.float32, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}  # fmt: skip
+# In the order of the reference implementation, which writes tensors from the last to the first.
+_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
+           "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # fmt: skip
+_RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 
 
 def write_file(
@@ -52,11 +55,11 @@ def _header(entries: list[Entry]) -> tuple[bytes, dict[str, tuple[int, Entry]]]:
     starts: dict[str, tuple[int, Entry]] = {}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for entry in sorted(entries, key=lambda e: (-BYTES[e.dtype], e.name)):
+    for entry in sorted(entries, key=lambda e: (-_RANK[e.dtype], e.name)):
         starts[entry.name] = (offset, entry)
         header[entry.name] = {
             "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.bytes],
         }  # fmt: skip
         offset += entry.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-len(text) % 8), starts

@@ -1,4 +1,4 @@
-"""The quantized form of an arm, computed once: an ordered stream of stored modules. Layouts only name and place it.
+"""The quantized form of an arm, computed once: an ordered stream of stored tensors. A layout only names and places it.
 
 Names, dtypes and shapes of everything are known before a tensor is read, so that a file's header can be written
 first and the bytes streamed behind it, one scale group in memory at a time.
@@ -9,14 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qad.arm import Arm, quantize_group
 from qad.errors import ArtifactError
+from qad.nvfp4 import QuantizedTensor
+from qad.selection import Selection
 
-BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "BOOL": 1}
+BYTES = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "I16": 2,
+         "F32": 4, "I32": 4, "F64": 8, "I64": 8}  # fmt: skip
+HEAD = "lm_head.weight"
+_FLOATING = ("BF16", "F16", "F32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +35,20 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return BYTES[self.dtype] * math.prod(self.shape)
+        return BYTES.get(self.dtype, 1) * math.prod(self.shape)
+
+
+class Layout(Protocol):
+    """How one quantized module is stored: names, dtypes and shapes first, the tensors later."""
+
+    def entries(self, module: str, n: int, k: int, activations: bool) -> list[Entry]: ...
+
+    def tensors(self, module: str, q: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Tensors that are made together and lie in one shard: a scale group, or one unquantized tensor."""
+    """Tensors that are made together and lie in one shard: a scale group with its biases, or one unquantized tensor."""
 
     entries: tuple[Entry, ...]
     make: Callable[[], dict[str, Tensor]]
@@ -44,33 +58,35 @@ class Unit:
         return sum(entry.bytes for entry in self.entries)
 
 
-def units(arm: Arm) -> Iterator[Unit]:
+def units(arm: Arm, layout: Layout) -> Iterator[Unit]:
     """Everything an NVFP4 checkpoint of the arm holds, in the source's order.
 
-    A quantized module X becomes X.weight U8 [N, K/2], X.weight_scale F8_E4M3 [N, K/16], X.weight_scale_2 F32 [] and,
-    for W4A4, X.input_scale F32 []. Floating-point tensors that are not quantized become BF16; a tied head is dropped.
-    Raises ArtifactError for an arm that quantizes nothing.
+    Floating-point tensors that are not quantized become BF16; a tied head is dropped. Raises ArtifactError for an arm
+    that quantizes nothing or does not fit its source, before anything is computed.
     """
-    if arm.selection is None:
-        raise ArtifactError(
-            f"{arm.folder} is a BF16 arm: there is nothing to export, its checkpoint is the source itself"
-        )
-    group_of = {f"{module}.weight": group for group in arm.selection.groups for module in group}
+    selection = _require_fitting(arm)
+    group_of = {f"{module}.weight": group for group in selection.groups for module in group}
+    stored = [name for name in arm.source.tensors if not (name == HEAD and arm.source.tied_embeddings)]
+    beside: dict[str, list[str]] = {}  # other tensors of quantized modules: biases
+    for name in stored:
+        module = name.rpartition(".")[0]
+        if module in selection.modules and name not in group_of:
+            beside.setdefault(module, []).append(name)
     done: set[tuple[str, ...]] = set()
-    for name, info in arm.source.tensors.items():
-        if name == "lm_head.weight" and arm.source.tied_embeddings:
-            continue
+    for name in stored:
         group = group_of.get(name)
         if group is None:
-            yield _plain(arm, name, info.dtype, info.shape)
+            if name.rpartition(".")[0] not in selection.modules:
+                yield _plain(arm, name)
         elif group not in done:
             done.add(group)
-            yield _quantized(arm, group)
+            yield _quantized(arm, selection, layout, group, [n for module in group for n in beside.get(module, [])])
 
 
-def _plain(arm: Arm, name: str, dtype: str, shape: tuple[int, ...]) -> Unit:
-    floating = dtype in ("BF16", "F16", "F32")
-    entry = Entry(name, "BF16" if floating else dtype, shape)
+def _plain(arm: Arm, name: str) -> Unit:
+    info = arm.source.tensors[name]
+    floating = info.dtype in _FLOATING
+    entry = Entry(name, "BF16" if floating else info.dtype, info.shape)
 
     def make() -> dict[str, Tensor]:
         tensor = arm.weight(name)
@@ -79,26 +95,59 @@ def _plain(arm: Arm, name: str, dtype: str, shape: tuple[int, ...]) -> Unit:
     return Unit((entry,), make)
 
 
-def _quantized(arm: Arm, group: tuple[str, ...]) -> Unit:
-    assert arm.selection is not None
+def _quantized(arm: Arm, selection: Selection, layout: Layout, group: tuple[str, ...], beside: list[str]) -> Unit:
+    plain = [_plain(arm, name) for name in beside]
     entries: list[Entry] = []
     for module in group:
-        n, k = arm.selection.modules[module]
-        entries += [
-            Entry(f"{module}.weight", "U8", (n, k // 2)),
-            Entry(f"{module}.weight_scale", "F8_E4M3", (n, k // 16)),
-            Entry(f"{module}.weight_scale_2", "F32", ()),
-        ]
-        if arm.selection.quantizes_activations:
-            entries.append(Entry(f"{module}.input_scale", "F32", ()))
+        n, k = selection.modules[module]
+        entries += layout.entries(module, n, k, selection.quantizes_activations)
 
     def make() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for module, q in quantize_group({m: arm.weight(f"{m}.weight") for m in group}).items():
-            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"] = q.packed, q.block_scale
-            tensors[f"{module}.weight_scale_2"] = q.global_scale
-            if module in arm.input_scales:
-                tensors[f"{module}.input_scale"] = arm.input_scales[module]
+            tensors |= layout.tensors(module, q, arm.input_scales.get(module))
+        for unit in plain:
+            tensors |= unit.make()
         return tensors
 
-    return Unit(tuple(entries), make)
+    return Unit((*entries, *(entry for unit in plain for entry in unit.entries)), make)
+
+
+def _require_fitting(arm: Arm) -> Selection:
+    """What the arm holds must be what its source holds: a name that is nowhere would be lost without a word."""
+    selection = arm.selection
+    if selection is None:
+        raise ArtifactError(
+            f"{arm.folder} is a BF16 arm: there is nothing to export, its checkpoint is the source itself"
+        )
+    known = {name: info.shape for name, info in arm.source.tensors.items()}
+    for module, shape in selection.modules.items():
+        found = known.get(f"{module}.weight")
+        if found != shape:
+            raise ArtifactError(
+                f"{arm.folder} quantizes {module} {list(shape)}, but {arm.source.folder} "
+                + (f"holds {list(found)}" if found else "has no such tensor")
+                + ": exclude the module, or make the arm again"
+            )
+    for name, trained in arm.trained_shapes().items():
+        tied_head = name == HEAD and arm.source.tied_embeddings
+        if not tied_head and known.get(name) != trained:
+            raise ArtifactError(
+                f"{arm.folder} trained {name} {list(trained)}, which {arm.source.folder} does not hold: make the arm again"
+            )
+    _require_input_scales(arm, selection)
+    return selection
+
+
+def _require_input_scales(arm: Arm, selection: Selection) -> None:
+    if not selection.quantizes_activations:
+        return
+    for group in selection.groups:
+        scales = {module: arm.input_scales.get(module) for module in group}
+        for module, scale in scales.items():
+            if scale is None:
+                raise ArtifactError(f"{arm.folder} has no input scale for {module}: calibrate again")
+            if scale.numel() != 1 or not (torch.isfinite(1 / scale.float()) and scale > 0):
+                raise ArtifactError(f"input scale of {module} is {scale.tolist()}: calibrate again on other text")
+        if len({float(scale) for scale in scales.values() if scale is not None}) > 1:
+            raise ArtifactError(f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,20 +13,25 @@ import torch
 from torch import Tensor
 
 from export.card import model_card
-from export.modelopt import excluded_modules, hf_quant_config, quantization_config
+from export.modelopt import ModelOptLayout, excluded_modules, hf_quant_config, quantization_config
 from export.safetensors_writer import write_file
-from export.store import Unit, units
+from export.store import Layout, Unit, units
 from qad.arm import Arm, open_arm
 from qad.artifact import Artifact, open_artifact, run_stage
-from qad.errors import SourceError, UsageError
+from qad.compiled import compilation
+from qad.errors import SourceError, StorageError, UsageError
 
 KIND = "checkpoint"
-LAYOUTS = ("modelopt",)
+LAYOUTS: dict[str, Layout] = {"modelopt": ModelOptLayout()}
 SHARD_SIZE = 5_000_000_000
 # Copied as they are: tokenizer, templates, generation settings, licence, code that auto_map names. Never weights.
 _COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.tiktoken",
-           "*.model", "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
-           "*.py", "additional_chat_templates/*")  # fmt: skip
+           "*.model", "chat_template.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+           "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
+           "additional_chat_templates/*")  # fmt: skip
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_SPARE = 64_000_000  # bytes beside the weights: tokenizer, metadata
+_COMPILE_FROM = 1 << 30  # weights; a compiler that starts cold costs more than it saves below
 
 
 def export_arm(
@@ -38,32 +44,26 @@ def export_arm(
 ) -> Artifact:
     """Write a PTQ or QAD arm as an NVFP4 checkpoint; a finished export of the same arm is reused.
 
-    Peak memory is about one scale group. Raises UsageError for an unknown layout, SourceError for NaN or Inf (nothing is
-    left under the final name), StorageError when writing fails.
+    Peak memory is about one scale group. `progress` gets the bytes of each tensor written. Raises UsageError for an
+    unknown layout or an `out` that would touch arm or source, SourceError for NaN or Inf (nothing is left under the
+    final name), ArtifactError for an arm that does not fit its source, StorageError when writing fails.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown: use one of {', '.join(LAYOUTS)}")
+    if shard_size < 1:
+        raise UsageError(f"shard_size is {shard_size} bytes: give a positive number, such as {SHARD_SIZE}")
     opened = open_arm(arm)
+    _require_apart(out, opened)
+    shards = plan_shards(list(units(opened, LAYOUTS[layout])), shard_size)
     config = {"layout": layout, "shard_size": shard_size}
     inputs = {"arm": open_artifact(arm).digest}
-    return run_stage(
-        KIND, out, config, inputs, lambda folder: _write(opened, folder, shard_size, progress), replace=replace
-    )
 
+    def work(folder: Path) -> None:
+        _require_room(folder, sum(unit.bytes for shard in shards for unit in shard))
+        _metadata(opened, folder, shards)
+        _weights(opened, folder, shards, progress)
 
-def _write(arm: Arm, folder: Path, shard_size: int, progress: Callable[[int], object]) -> None:
-    shards = plan_shards(list(units(arm)), shard_size)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        entries = [entry for unit in shard for entry in unit.entries]
-        write_file(folder / name, entries, _tensors(shard), progress)
-        weight_map.update({entry.name: name for entry in entries})
-    if len(shards) > 1:
-        total = sum(unit.bytes for shard in shards for unit in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _json(folder / "model.safetensors.index.json", index)
-    _metadata(arm, folder, set(weight_map))
+    return run_stage(KIND, out, config, inputs, work, replace=replace)
 
 
 def plan_shards(all_units: list[Unit], shard_size: int) -> list[list[Unit]]:
@@ -79,29 +79,78 @@ def plan_shards(all_units: list[Unit], shard_size: int) -> list[list[Unit]]:
     return shards
 
 
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _weights(arm: Arm, folder: Path, shards: list[list[Unit]], progress: Callable[[int], object]) -> None:
+    assert arm.selection is not None
+    quantized = sum(n * k for n, k in arm.selection.modules.values())
+    with compilation(True if quantized >= _COMPILE_FROM else None):
+        for number, shard in enumerate(shards, 1):
+            entries = [entry for unit in shard for entry in unit.entries]
+            write_file(folder / _shard_name(number, len(shards)), entries, _tensors(shard), progress)
+
+
 def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
     for unit in shard:
         for name, tensor in unit.make().items():
-            if tensor.dtype == torch.bfloat16 and not torch.isfinite(tensor.abs().amax()):
+            if tensor.dtype == torch.bfloat16 and tensor.numel() and not torch.isfinite(tensor.abs().amax()):
                 index = (~torch.isfinite(tensor)).nonzero()[0].tolist()
                 raise SourceError(f"{name} holds {tensor[tuple(index)].item()} at index {index}: nothing was exported")
             yield name, tensor
 
 
-def _metadata(arm: Arm, folder: Path, stored: set[str]) -> None:
+def _metadata(arm: Arm, folder: Path, shards: list[list[Unit]]) -> None:
     assert arm.selection is not None
-    excluded = excluded_modules(arm.selection, stored)
+    weight_map = {
+        entry.name: _shard_name(number, len(shards))
+        for number, shard in enumerate(shards, 1)
+        for unit in shard
+        for entry in unit.entries
+    }
+    if len(shards) > 1:
+        total = sum(unit.bytes for shard in shards for unit in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _json(folder / "model.safetensors.index.json", index)
+    excluded = excluded_modules(arm.selection, set(weight_map))
     config = {**arm.source.config, "quantization_config": quantization_config(arm.selection, excluded)}
     _json(folder / "config.json", config)
     _json(folder / "hf_quant_config.json", hf_quant_config(arm.selection, excluded))
-    for pattern in _COPIED:
-        for path in sorted(arm.source.folder.glob(pattern)):
-            if path.is_file():
-                target = folder / path.relative_to(arm.source.folder)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
+    for path in _own_files(arm.source.folder):
+        target = folder / path.relative_to(arm.source.folder)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
     (folder / "README.md").write_text(model_card(arm), encoding="utf-8")
 
 
+def _own_files(source: Path) -> list[Path]:
+    """The source's files that go along, without weights."""
+    found = {path for pattern in _COPIED for path in source.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and path.suffix not in _WEIGHTS)
+
+
+def _require_apart(out: Path, arm: Arm) -> None:
+    target = out.expanduser().resolve()
+    for what, folder in (("arm", arm.folder.resolve()), ("source model", arm.source.folder.resolve())):
+        if target == folder or folder in target.parents or target in folder.parents:
+            raise UsageError(
+                f"export to {out} would overwrite or lie inside the {what} {folder}: choose another folder"
+            )
+
+
+def _require_room(folder: Path, weights: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < weights + _SPARE:
+        raise StorageError(
+            f"{folder.parent} has {free / 1e9:.2f} GB free, the export needs {(weights + _SPARE) / 1e9:.2f} GB: make room "
+            "and run the same command again"
+        )
+
+
 def _json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=4, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -30,6 +30,7 @@ from qad.selection import Selection
 from qad.source import Checkpoint, open_checkpoint
 
 KIND = "arm"
+_ROWS_ELEMENTS = 1 << 22  # weights quantized at a time, some 100 MB of FP32 intermediates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,16 @@ class Arm:
         return self.source.get(name)
 
     @functools.cached_property
-    def _overlay(self) -> frozenset[str]:
+    def _overlay(self) -> dict[str, tuple[int, ...]]:
         path = self.folder / "weights.safetensors"
         if not path.is_file():
-            return frozenset()
+            return {}
         with safe_open(path, framework="pt") as file:
-            return frozenset(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the weights the arm holds itself; empty for PTQ."""
+        return dict(self._overlay)
 
     @property
     def trained(self) -> bool:
@@ -84,10 +89,20 @@ def quantize_group(weights: dict[str, Tensor]) -> dict[str, nvfp4.QuantizedTenso
     quantized = {}
     for name, weight in weights.items():
         try:
-            quantized[name] = nvfp4.quantize(weight, scale)
+            quantized[name] = _quantize_rows(weight, scale)
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
     return quantized
+
+
+def _quantize_rows(weight: Tensor, scale: Tensor) -> nvfp4.QuantizedTensor:
+    """Blocks do not see each other, so rows are taken a few at a time: a tenth of the memory, and faster."""
+    rows = max(1, _ROWS_ELEMENTS // max(1, weight.shape[-1]))
+    if weight.dim() != 2 or weight.shape[0] <= rows or not torch.isfinite(scale):
+        return nvfp4.quantize(weight, scale)  # NaN or Inf: refused there, with its index in the whole weight
+    parts = [nvfp4.quantize(part, scale) for part in weight.split(rows)]
+    packed, block_scale = (torch.cat([getattr(part, field) for part in parts]) for field in ("packed", "block_scale"))
+    return nvfp4.QuantizedTensor(packed, block_scale, scale)
 
 
 def write_arm(

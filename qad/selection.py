@@ -57,9 +57,16 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
 
     A pattern is a glob on the full module name. Heads, embeddings, routers, vision towers and Linears whose K is not
     divisible by 16 are never quantized. Raises UsageError for a pattern that matches nothing, a scale group of
-    which only a part would be quantized, and an empty selection.
+    which only a part would be quantized, an empty selection, and experts fused into 3-D parameters.
     """
     import torch.nn as nn
+
+    fused = next((n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n.split(".")), None)
+    if fused:
+        raise UsageError(
+            f"{fused} holds the experts of a layer in one 3-D parameter: mixture-of-experts models are not supported yet; "
+            "choose a dense model"
+        )
 
     linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}

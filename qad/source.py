@@ -13,13 +13,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
 
-_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "README.md", "LICENSE*"]
+_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*",
+             "USE_POLICY*", "additional_chat_templates/*"]  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -98,7 +100,23 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
             raise SourceError(
                 f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original"
             )
-    return Checkpoint(folder, config, tensors)
+    checkpoint = Checkpoint(folder, config, tensors)
+    if not allow_quantized:
+        _require_one_head(checkpoint)
+    return checkpoint
+
+
+def _require_one_head(checkpoint: Checkpoint) -> None:
+    """transformers silently unties a stored head that differs from the embedding; then nobody knows what is meant."""
+    names = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+    embedding = next((name for name in checkpoint.tensors if name.endswith(names)), None)
+    if not checkpoint.tied_embeddings or "lm_head.weight" not in checkpoint.tensors or embedding is None:
+        return
+    if not torch.equal(checkpoint.get("lm_head.weight"), checkpoint.get(embedding)):
+        raise SourceError(
+            f"{checkpoint.folder}: config.json says head and embedding are tied, but lm_head.weight differs from {embedding}: "
+            "set tie_word_embeddings to false, or remove lm_head.weight"
+        )
 
 
 def _resolve(model: str) -> Path:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from export.findings import Finding, error
-from export.folder import Folder
+from export.findings import Finding, error, warning
+from export.folder import FLOATING, INDEX, SCALES, Folder, mapping, read_json
 from export.rules.tensors import missing_siblings
 
-INDEX = "model.safetensors.index.json"
 _AGAIN = "export again into an empty folder"
+_OWN_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_ROTARY = "inv_freq"  # a buffer that old checkpoints store
 
 
 def e11_files(folder: Folder) -> Iterator[Finding]:
@@ -21,7 +23,9 @@ def e11_files(folder: Folder) -> Iterator[Finding]:
         yield error("E11", "*.safetensors", "there are no weights", _AGAIN)
     if folder.index is not None or len(folder.files) > 1 or (folder.path / INDEX).exists():
         yield from _index(folder)
-    yield from _against_architecture(folder)
+    if folder.files and not folder.unreadable:
+        yield from _against_architecture(folder)
+    yield from _own_files(folder)
 
 
 def _index(folder: Folder) -> Iterator[Finding]:
@@ -29,7 +33,11 @@ def _index(folder: Folder) -> Iterator[Finding]:
     if not isinstance(weight_map, dict):
         yield error("E11", INDEX, "is missing or unreadable although there are several files", _AGAIN)
         return
+    for file in sorted({str(f) for f in weight_map.values()} - {*folder.files}):
+        yield error("E11", file, "is listed in the index but is not there: half a download?", "copy or export it again")
     for name, file in weight_map.items():
+        if file in folder.unreadable or file not in folder.files:
+            continue
         if name not in folder.tensors:
             yield error("E11", name, f"is listed in {file} but is not there", _AGAIN)
         elif folder.tensors[name][0] != file:
@@ -37,31 +45,68 @@ def _index(folder: Folder) -> Iterator[Finding]:
     for name, (file, _) in folder.tensors.items():
         if name not in weight_map:
             yield error("E11", name, f"lies in {file} but the index does not list it: a stale shard?", _AGAIN)
-    modules: dict[str, set[str]] = {}
-    for name, (file, _) in folder.tensors.items():
-        modules.setdefault(name.rpartition(".")[0], set()).add(file)
-    total = (folder.index or {}).get("metadata", {}).get("total_size")
+    total = mapping((folder.index or {}).get("metadata")).get("total_size")
     stored = sum(entry.bytes for _, entry in folder.tensors.values())
     if total is not None and total != stored and not folder.unreadable:
         yield error("E11", INDEX, f"total_size is {total}, the tensors have {stored} bytes", "correct total_size")
+    yield from _split_modules(folder)
+
+
+def _split_modules(folder: Folder) -> Iterator[Finding]:
+    files: dict[str, set[str]] = {}
+    for module in folder.packed:
+        for leaf in ("weight", *SCALES):
+            if f"{module}.{leaf}" in folder.tensors:
+                files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
+    split = [module for module, found in files.items() if len(found) > 1]
+    if split:
+        yield warning("E11", split[0], f"weight and scales lie in different files ({len(split)} modules): a loader that goes by "
+                      "file sees half a module", _AGAIN)  # fmt: skip
 
 
 def _against_architecture(folder: Folder) -> Iterator[Finding]:
     skeleton = folder.skeleton
     if skeleton is None:
+        yield warning("E11", "config.json", "its architecture is not one transformers can build here, or has other names: "
+                      "completeness is judged from the files alone", "check with the engine that will serve it")  # fmt: skip
         yield from missing_siblings(folder)
         return
-    tied = bool(folder.config.get("tie_word_embeddings"))
     packed = set(folder.packed)
     known_modules = {name.rpartition(".")[0] for name in folder.tensors}
-    for name, shape in skeleton["parameters"].items():
-        module = name.rpartition(".")[0]
+    for name, shape in skeleton.parameters.items():
+        module, _, leaf = name.rpartition(".")
         entry = folder.entry(name)
         if entry is None:
             fused_experts = module.endswith(".experts") and any(m.startswith(module + ".") for m in known_modules)
-            if not fused_experts and not (tied and module == "lm_head") and module not in packed:
+            tied_head = folder.tied and module == "lm_head"
+            if not fused_experts and not tied_head and not (module in packed and leaf == "weight"):
                 yield error("E11", module, f"{name} is missing: the architecture in config.json asks for it", _AGAIN)
-        elif module not in packed and tuple(entry.shape) != tuple(shape):
+        elif module in packed and leaf == "weight":
+            continue
+        elif entry.shape != shape:
             yield error(
                 "E11", module, f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}", _AGAIN
             )
+        elif entry.dtype not in FLOATING:
+            yield error("E11", module, f"{name} is {entry.dtype} and has no scale, expected BF16", _AGAIN)
+    places = {*skeleton.parameters, *skeleton.buffers, *(f"{m}.{leaf}" for m in packed for leaf in SCALES)}
+    extra = [
+        name
+        for name in folder.tensors
+        if name not in places and ".experts." not in name and not name.endswith((_ROTARY, ".k_scale", ".v_scale"))
+    ]
+    extra = [
+        name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and "lm_head" in name)
+    ]
+    if extra:
+        yield warning("E11", extra[0], f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it "
+                      "or stop", "remove it, unless the engine is known to read it")  # fmt: skip
+
+
+def _own_files(folder: Folder) -> Iterator[Finding]:
+    """What lies beside the weights can be read at all."""
+    for name in _OWN_JSON:
+        if (folder.path / name).exists() and read_json(folder.path / name) is None:
+            yield error("E11", name, "is not readable JSON: the engine stops", "copy it from the source model again")
+    if not any((folder.path / name).is_file() for name in _TOKENIZERS):
+        yield warning("E11", "tokenizer", f"there is none ({', '.join(_TOKENIZERS)})", "copy it from the source model")

@@ -1,9 +1,8 @@
-"""E3, E4, E5, E6, E9: shapes, dtypes, bytes and scale groups of the quantized modules."""
+"""E3, E4, E5, E6, W1, W2: shapes, dtypes, bytes and scale groups of the quantized modules."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +19,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
 def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
     """A quantized Linear has exactly weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 scalar, and
     input_scale iff W4A4."""
-    expected = (folder.skeleton or {}).get("linears", {})
+    expected = folder.skeleton.linears if folder.skeleton else {}
     for module in folder.packed:
         weight, scale = folder.entry(f"{module}.weight"), folder.entry(f"{module}.weight_scale")
         if weight is None:
@@ -31,6 +30,9 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
                         "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
             continue
         n, k = weight.shape[0], weight.shape[1] * 2
+        if n * k == 0:
+            yield error("E3", module, f"weight is empty ({list(weight.shape)})", _AGAIN)
+            continue
         if module in expected and tuple(expected[module]) != (n, k):
             yield error("E3", module, f"holds {n} x {k} weights, config.json asks for {list(expected[module])}", _AGAIN)
         if scale is None:
@@ -83,10 +85,16 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
     """No NaN and no negative weight scale; a zero scale over non-zero codes loses weights. No NaN or Inf elsewhere."""
     for module in folder.packed:
         scale, weight = folder.entry(f"{module}.weight_scale"), folder.entry(f"{module}.weight")
-        if scale is None or scale.dtype != "F8_E4M3" or weight is None or weight.dtype != "U8":
+        if (
+            scale is None
+            or weight is None
+            or scale.dtype != "F8_E4M3"
+            or weight.dtype != "U8"
+            or len(weight.shape) != 2
+        ):
             continue
         values = folder.get(f"{module}.weight_scale").view(torch.uint8)
-        if values.numel() and int(values.min()) > 0 and int(values.max()) < 0x7F:
+        if not values.numel() or (int(values.min()) > 0 and int(values.max()) < 0x7F):
             continue  # positive and finite, all of them
         nan, zero = (values & 0x7F) == 0x7F, (values & 0x7F) == 0
         negative = (values > 0x80) & ~nan
@@ -135,9 +143,13 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
             )
         if not row and n % tp:
             yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
-        if n % 32 or k % 32:
+        shard_n, shard_k = (n, k // tp) if row else (n // tp, k)
+        if shard_n % 32 or shard_k % 32:
             yield warning(
-                "W1", module, f"N {n} or K {k} is not a multiple of 32: some kernels refuse or pad", "none needed"
+                "W1",
+                module,
+                f"N {shard_n} or K {shard_k} of a shard is not a multiple of 32: some kernels refuse or pad",
+                "none needed",
             )
 
 
@@ -170,7 +182,8 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
 def _w2(folder: Folder) -> Iterator[Finding]:
     for group in scale_groups(folder.packed):
         names = [f"{m}.weight_scale" for m in group]
-        if all((e := folder.entry(name)) is not None and e.dtype == "F8_E4M3" for name in names):
+        entries = [folder.entry(name) for name in names]
+        if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):
             byte = max(int((folder.get(name).view(torch.uint8) & 0x7F).max()) for name in names)
             largest = float(torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
             if largest < 128 and largest != 1.0:  # 1.0: an all-zero group
@@ -178,32 +191,12 @@ def _w2(folder: Folder) -> Iterator[Finding]:
                 yield warning("W2", group[0], found, "quantize with the group's own global scale")
 
 
-def e9_experts(folder: Folder) -> Iterator[Finding]:
-    """Every expert of a layer is there, with the same projections as the others."""
-    experts: dict[str, dict[int, set[str]]] = {}
-    for name in folder.tensors:
-        match = re.match(r"(.*\.experts)\.(\d+)\.(.+)$", name)
-        if match:
-            experts.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-    config = folder.config.get("text_config", folder.config)
-    wanted = next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), None)
-    for parent, by_number in experts.items():
-        count = wanted or max(by_number) + 1
-        everything = set.union(*by_number.values())
-        for number in range(count):
-            missing = everything - by_number.get(number, set())
-            if missing:
-                yield error("E9", f"{parent}.{number}", f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other "
-                            "experts have", _AGAIN)  # fmt: skip
-
-
 def missing_siblings(folder: Folder) -> Iterator[Finding]:
-    """E11 without a skeleton: a member of q/k/v or gate/up that is nowhere while its siblings are there."""
+    """E11 without a skeleton: a member of q/k/v or gate/up that is nowhere while its siblings are there. A layer that
+    has q_proj alone (latent attention) is another architecture."""
     present = {*folder.packed, *folder.linears}
-    for module in present:
-        siblings = set(siblings_of(module))
-        if {m.rpartition(".")[2] for m in siblings} >= {"q_proj"} or {m.rpartition(".")[2] for m in siblings} >= {
-            "gate_proj"
-        }:
-            for absent in sorted(siblings - present):
-                yield error("E11", absent, f"is missing while {module} is there", _AGAIN)
+    for group in scale_groups(present):
+        siblings = siblings_of(group[0])
+        if 1 < len(group) < len(siblings) or (len(group) == 1 and group[0].endswith(("gate_proj", ".w1", ".w3"))):
+            for absent in sorted({*siblings} - {*group}):
+                yield error("E11", absent, f"is missing while {group[0]} is there", _AGAIN)

@@ -110,6 +110,12 @@ def wrong_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+def missing_shard(folder: Path) -> None:
+    weight_map = {n: "model.safetensors" for n in load_file(folder / "model.safetensors")}
+    weight_map["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 # name -> (rule, what must be named, corruption)
 CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "missing input_scale": ("E3", Q, tensors(lambda t: t.pop(f"{Q}.input_scale"))),
@@ -162,6 +168,27 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "algorithms disagree": ("E1", "config.json", nested(lambda q: q.update(quant_algo="W4A16_NVFP4"))),
     "exclude lists disagree": ("E1", "model.embed_tokens", nested(lambda q: q.update(exclude_modules=["lm_head"]))),
     "input_activations missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].pop("input_activations"))),
+    "empty weight": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][:0].clone(), f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:0].clone()}))),
+    "weight as int8": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"].view(torch.int8)}))),
+    "embedding in fp8": ("E11", "model.embed_tokens", tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}))),
+    "infinite embedding": ("E4", "model.embed_tokens", tensors(lambda t: t["model.embed_tokens.weight"].view(-1).__setitem__(77, float("inf")))),
+    "shard of the index missing": ("E11", "model-00002-of-00002.safetensors", missing_shard),
+    "weights are garbage": ("E11", "model.safetensors", lambda f: (f / "model.safetensors").write_bytes(b"garbage")),
+    "bytes behind the weights": ("E11", "model.safetensors", lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes() + b"\0" * 64)),
+    "tokenizer cut off": ("E11", "tokenizer.json", lambda f: (f / "tokenizer.json").write_text("{")),
+    "empty exclude": ("E7", DOWN, both(["lm_head", "model.embed_tokens", ""])),
+    "quantization_config is text": ("E1", "config.json", edit("config.json", lambda c: c.update(quantization_config="NVFP4"))),
+    "quant_method missing": ("E1", "config.json", outer(lambda q: q.pop("quant_method"))),
+    "ignore is text": ("E1", "config.json", outer(lambda q: q.update(ignore="lm_head"))),
+    "exclude list holds numbers": ("E1", "hf_quant_config.json", nested(lambda q: q.update(exclude_modules=[3]))),
+    "config_groups is a list": ("E1", "config.json", outer(lambda q: q.update(config_groups=[1]))),
+    "eight bits announced": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8))),
+    "dynamic activations announced": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=True))),
+    "no config group": ("E1", "config.json", outer(lambda q: q.update(config_groups={}))),
+    "targets of a group are numbers": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].update(targets=[1]))),
+    "outer group size 32": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32))),
+    "kv scheme in one place": ("E1", "config.json", outer(lambda q: q.update(kv_cache_scheme="FP8"))),
+    "unknown kv algorithm": ("E1", "hf_quant_config.json", nested(lambda q: q.update(kv_cache_quant_algo="FP2"))),
     "config of another size": ("E3", GATE, edit("config.json", lambda c: c.update(intermediate_size=256))),
 }  # fmt: skip
 
@@ -186,8 +213,47 @@ def test_weights_of_another_arm_are_told_apart(exported: Path, arm_dir: Path) ->
     assert [(f.rule, f.module) for f in found] == [("W3", DOWN)]
 
 
+def test_a_norm_of_another_arm_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    tensors(lambda t: t["model.norm.weight"].mul_(2))(exported)
+    assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "error", "model.norm")]
+
+
+def test_the_export_of_an_arm_with_nearly_the_same_weights_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    def nudge(t: Tensors) -> None:
+        t[f"{DOWN}.weight"].view(-1)[0] ^= 1
+
+    tensors(nudge)(exported)
+    assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "warning", DOWN)]
+
+
+def test_an_unknown_architecture_is_judged_by_its_files(exported: Path) -> None:
+    edit("config.json", lambda c: c.update(model_type="nobody-knows"))(exported)
+    assert [(f.rule, f.severity) for f in check(exported)] == [("E11", "warning")]
+    tensors(lambda t: [t.pop(n) for n in list(t) if n.startswith(UP)])(exported)
+    assert [(f.rule, f.module) for f in check(exported) if f.severity == "error"] == [("E11", UP)]
+
+
+def test_tensors_without_a_place_are_a_warning(exported: Path) -> None:
+    tensors(lambda t: t.update({"teacher.model.norm.weight": torch.ones(3)}))(exported)
+    found = check(exported)
+    assert [(f.rule, f.severity, f.module) for f in found] == [("E11", "warning", "teacher.model.norm.weight")]
+
+
+@pytest.mark.parametrize("arguments", [{"tp": 0}, {"engine": "sglang"}])
+def test_impossible_arguments_are_refused(exported_dir: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected tp"):
+        check(exported_dir, **arguments)
+
+
+def test_an_fp8_checkpoint_says_what_was_not_checked(exported: Path) -> None:
+    outer(lambda q: q.update(quant_algo="FP8"))(exported)
+    nested(lambda q: q.update(quant_algo="FP8"))(exported)
+    assert [(f.rule, f.severity) for f in check(exported)] == [("E2", "warning")]
+
+
 def test_tensor_parallelism_is_checked_before_it_fails(exported_dir: Path) -> None:
-    assert check(exported_dir, tp=4) == []
+    assert [f for f in check(exported_dir, tp=4) if f.severity == "error"] == []
+    assert any(f.rule == "W1" and f.module.endswith("k_proj") for f in check(exported_dir, tp=4))
     assert any(f.rule == "E5" and f.module.endswith("o_proj") for f in check(exported_dir, tp=8))
 
 
@@ -248,6 +314,18 @@ def test_findings_become_json() -> None:
 def test_matchers(module: str, patterns: list[str], vllm: bool, trtllm: bool) -> None:
     assert vllm_excludes(module, patterns) is vllm
     assert trtllm_excludes(module, patterns) is trtllm
+
+
+def test_a_fused_member_that_does_not_exist_is_no_part() -> None:
+    patterns = ["a.self_attn.q_proj"]
+    assert vllm_excludes("a.self_attn.q_proj", patterns, {"a.self_attn.q_proj", "a.self_attn.o_proj"})
+    with pytest.raises(ValueError, match="only part"):
+        vllm_excludes("a.self_attn.q_proj", patterns, {"a.self_attn.q_proj", "a.self_attn.k_proj"})
+
+
+def test_an_empty_pattern_excludes_everything_in_vllm() -> None:
+    assert vllm_excludes("model.layers.0.mlp.down_proj", [""])
+    assert not trtllm_excludes("model.layers.0.mlp.down_proj", ["", "re:("])
 
 
 def test_part_of_a_fused_module_is_refused_by_vllm_and_excludes_all_in_tensorrt_llm() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import export.writer as writer
 from export.check import check
+from export.safetensors_writer import write_file
+from export.store import Entry
 from export.writer import export_arm
-from qad.arm import open_arm, write_arm
+from qad.arm import open_arm, quantize_group, write_arm
 from qad.artifact import run_stage
 from qad.errors import ArtifactError, SourceError, StorageError, UsageError
 from qad.loader import load_tokenizer
@@ -175,15 +180,16 @@ def test_nan_is_named_and_nothing_is_left(source: Path, build_arm: BuildArm, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("moment", ["metadata", "weights"])
 @pytest.mark.parametrize("fault", ["disk full", "killed"])
 def test_an_interrupted_export_leaves_nothing_that_looks_whole(
-    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, moment: str
 ) -> None:
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device") if fault == "disk full" else KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_metadata", fail)
+        patch.setattr(writer, "write_file" if moment == "weights" else "_metadata", fail)
         with pytest.raises(StorageError if fault == "disk full" else KeyboardInterrupt):
             export_arm(arm_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -209,3 +215,158 @@ def test_a_bf16_arm_a_changed_source_and_an_unknown_layout_are_refused(
 def test_an_export_cannot_be_the_source_of_another(exported_dir: Path) -> None:
     with pytest.raises(SourceError, match="already quantized"):
         open_checkpoint(exported_dir)
+
+
+def test_too_little_room_is_told_before_anything_is_written(
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(StorageError, match=r"0\.00 GB free"):
+        export_arm(arm_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_arm_and_source_are_never_overwritten(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
+    arm = build_arm(source, tmp_path / "arms" / "ptq")
+    for out in (arm, arm / "export", source, source / "nvfp4", tmp_path / "arms"):
+        with pytest.raises(UsageError, match="choose another folder"):
+            export_arm(arm, out, replace=True)
+    assert open_arm(arm).source.folder == source.resolve()
+
+
+def rewritten(arm: Path, folder: Path, **changes: Any) -> Path:
+    """An arm like another one, with some of what write_arm takes replaced."""
+    opened = open_arm(arm)
+    parts: dict[str, Any] = {
+        "source": opened.source, "selection": opened.selection, "input_scales": dict(opened.input_scales), "weights": None,
+        **changes,
+    }  # fmt: skip
+    run_stage("arm", folder, {}, {}, lambda f: write_arm(f, "qad", **parts))
+    return folder
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("what", ["missing", "zero", "infinite", "unequal"])
+def test_input_scales_that_no_engine_can_use_are_refused(arm_dir: Path, tmp_path: Path, what: str) -> None:
+    scales = dict(open_arm(arm_dir).input_scales)
+    if what == "missing":
+        del scales[UP]
+    else:
+        scales[UP] = {"zero": scales[UP] * 0, "infinite": scales[UP] / 0, "unequal": scales[UP] * 2}[what]
+    with pytest.raises(ArtifactError, match=r"up_proj.*calibrate again"):
+        export_arm(rewritten(arm_dir, tmp_path / "arm", input_scales=scales), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.other.weight", "model.norm.weight"])
+def test_trained_weights_that_the_source_has_no_place_for_are_refused(arm_dir: Path, tmp_path: Path, name: str) -> None:
+    weights = {name: torch.ones(7)}
+    with pytest.raises(ArtifactError, match=rf"trained {name} \[7\]"):
+        export_arm(rewritten(arm_dir, tmp_path / "arm", weights=weights), tmp_path / "out")
+
+
+def test_a_selected_module_that_the_source_lacks_is_refused(arm_dir: Path, tmp_path: Path) -> None:
+    selection = open_arm(arm_dir).selection
+    assert selection is not None
+    selection = dataclasses.replace(selection, modules={**selection.modules, "model.layers.9.mlp.up_proj": (128, 64)})
+    scales = {**open_arm(arm_dir).input_scales, "model.layers.9.mlp.up_proj": torch.tensor(1.0)}
+    with pytest.raises(ArtifactError, match=r"model\.layers\.9\.mlp\.up_proj.*has no such tensor"):
+        export_arm(rewritten(arm_dir, tmp_path / "arm", selection=selection, input_scales=scales), tmp_path / "out")
+
+
+def test_biases_lie_beside_their_weights_and_load(
+    make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path
+) -> None:
+    source = make_llama(tmp_path / "biased", attention_bias=True, mlp_bias=True)
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm"), out, shard_size=2_000)
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    biases = [name for name in weight_map if name.endswith(".bias")]
+    assert len(biases) == 14
+    assert all(weight_map[name] == weight_map[name.replace(".bias", ".weight")] for name in biases)
+    assert check(out) == []
+
+
+def test_a_stored_tied_head_is_dropped_and_one_that_differs_refused(
+    source: Path, build_arm: BuildArm, tmp_path: Path
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    arm = build_arm(source, tmp_path / "arm")
+    trained = {"model.embed_tokens.weight": 2 * tensors["model.embed_tokens.weight"].float()}
+    export_arm(rewritten(arm, tmp_path / "trained", weights=trained), tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    assert torch.equal(stored["model.embed_tokens.weight"], trained["model.embed_tokens.weight"].bfloat16())
+    tensors["lm_head.weight"] *= 2
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"tied, but lm_head\.weight differs"):
+        open_checkpoint(source)
+
+
+def test_odd_dimensions_stay_bf16_and_are_excluded(
+    make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path
+) -> None:
+    source = make_llama(tmp_path / "odd", intermediate_size=40)
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm"), out)
+    down = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head", "model.embed_tokens", *down,
+    ]  # fmt: skip
+    assert load_file(out / "model.safetensors")[f"{down[0]}.weight"].dtype == torch.bfloat16
+    assert [f for f in check(out) if f.severity == "error"] == []
+
+
+def test_the_card_carries_licence_and_tags_and_names_the_base_model(
+    source: Path, build_arm: BuildArm, tmp_path: Path
+) -> None:
+    front = "model_name: owner/river\nlicense: other\nlicense_name: river\ntags: [chat]\nmodel-index: [{name: x}]"
+    (source / "README.md").write_text(f"---\n{front}\n---\n# River\n")
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm"), out)
+    card = yaml.safe_load((out / "README.md").read_text().split("---")[1])
+    assert card["base_model"] == "owner/river"
+    assert (card["license"], card["license_name"]) == ("other", "river")
+    assert card["tags"] == ["chat", "nvfp4", "modelopt", "nvfp4-qad", "ptq"]
+    assert card["quantization"]["algorithm"] == "NVFP4"
+    assert "model-index" not in card
+    assert open_checkpoint(out, allow_quantized=True).display_name == "owner/river, NVFP4 (PTQ)"
+
+
+def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
+    whole = quantize_group({"m": weight})["m"]
+    monkeypatch.setattr("qad.arm._ROWS_ELEMENTS", 64 * 7)
+    parts = quantize_group({"m": weight})["m"]
+    for field in ("packed", "block_scale", "global_scale"):
+        a, b = (getattr(q, field).reshape(-1).view(torch.uint8) for q in (whole, parts))
+        assert torch.equal(a, b)
+    weight[40, 3] = float("nan")
+    with pytest.raises(SourceError, match=r"m\.weight.*\(40, 3\)"):
+        quantize_group({"m": weight})
+
+
+def test_a_streamed_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "a": torch.randn(3, 5).bfloat16(), "s": torch.tensor(0.5),
+        "é": torch.randn(2, 2), "f": torch.randn(3, 3).to(torch.float8_e4m3fn), "none": torch.empty(0, 4),
+        "i": torch.arange(3),
+    }  # fmt: skip
+    dtypes = {
+        torch.uint8: "U8",
+        torch.bfloat16: "BF16",
+        torch.float32: "F32",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.int64: "I64",
+    }
+    entries = [Entry(n, dtypes[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
+    write_file(tmp_path / "ours", entries, tensors.items())
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    with pytest.raises(AssertionError, match="never written"):
+        write_file(tmp_path / "ours", entries, list(tensors.items())[1:])

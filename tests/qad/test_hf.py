@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from qad.arm import Arm, open_arm, write_arm
 from qad.artifact import run_stage
 from qad.calibrate import AmaxObserver, group_input_scales
 from qad.linear import NVFP4Linear
-from qad.loader import DTYPES, load_model, load_skeleton
+from qad.loader import DTYPES, load_model, load_skeleton, load_tokenizer
 from qad.selection import select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
@@ -105,15 +107,129 @@ def test_saving_a_decoded_model_is_refused(exported: tuple[Arm, Path], tmp_path:
         model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("leaf", ["weight", "weight_scale", "weight_scale_2"])
-def test_a_missing_tensor_is_never_made_up(exported: tuple[Arm, Path], tmp_path: Path, leaf: str) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(exported[1], broken)
-    tensors = load_file(broken / "model.safetensors")
-    del tensors[f"model.layers.0.mlp.up_proj.{leaf}"]
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises((ValueError, RuntimeError), match="up_proj"):
-        AutoModelForCausalLM.from_pretrained(broken, dtype=torch.float32)
+Tensors = dict[str, torch.Tensor]
+UP = "model.layers.0.mlp.up_proj"
+
+
+def broken(folder: Path, to: Path, tensors: Callable[[Tensors], Any] | None = None, **config: Any) -> Path:
+    """A copy with changed tensors, or with changed entries of quantization_config."""
+    shutil.copytree(folder, to)
+    if tensors is not None:
+        loaded = {name: tensor.clone() for name, tensor in load_file(to / "model.safetensors").items()}
+        tensors(loaded)
+        save_file(loaded, to / "model.safetensors", metadata={"format": "pt"})
+    changed = json.loads((to / "config.json").read_text())
+    changed["quantization_config"] |= config
+    (to / "config.json").write_text(json.dumps(changed))
+    return to
+
+
+def cast(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda t: t.update({name: how(t[name]).contiguous()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{UP}.weight", f"{UP}.weight_scale", f"{UP}.weight_scale_2", "model.norm.weight", "model.embed_tokens.weight"],
+)
+def test_a_missing_tensor_is_never_made_up(exported: tuple[Arm, Path], tmp_path: Path, name: str) -> None:
+    folder = broken(exported[1], tmp_path / "broken", lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=name.rpartition(".")[0]):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_a_missing_input_scale_is_not_taken_for_weight_only(exported: tuple[Arm, Path], tmp_path: Path) -> None:
+    if exported[0].selection is None or not exported[0].selection.quantizes_activations:
+        folder = broken(exported[1], tmp_path / "broken", lambda t: t.update({f"{UP}.input_scale": torch.tensor(1.0)}))
+    else:
+        folder = broken(exported[1], tmp_path / "broken", lambda t: t.pop(f"{UP}.input_scale"))
+    with pytest.raises(ValueError, match=rf"{UP}\.input_scale is (not )?in the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (f"{UP}.weight_scale", lambda x: x.view(torch.uint8)),
+        (f"{UP}.weight_scale", lambda x: x.bfloat16()),
+        (f"{UP}.weight_scale", lambda x: x.T),
+        (f"{UP}.weight_scale_2", lambda x: x.bfloat16()),
+        (f"{UP}.weight", lambda x: x[:, ::2]),
+        (f"{UP}.weight", lambda x: x.bfloat16()),
+    ],
+    ids=["uint8 scale", "bf16 scale", "transposed scale", "bf16 global scale", "half width", "bf16 codes"],
+)
+def test_a_tensor_of_another_form_is_never_cast(
+    exported: tuple[Arm, Path], tmp_path: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    folder = broken(exported[1], tmp_path / "broken", cast(name, how))
+    with pytest.raises(ValueError, match=rf"{name} is"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_a_packed_module_that_is_ignored_is_refused(exported: tuple[Arm, Path], tmp_path: Path) -> None:
+    folder = broken(exported[1], tmp_path / "broken", ignore=["lm_head", UP])
+    with pytest.raises(ValueError, match=rf"{UP} is ignored"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_globs_and_ancestors_are_ignored_as_modelopt_writes_them(exported: tuple[Arm, Path], tmp_path: Path) -> None:
+    """ModelOpt shortens the list to `model.layers.0*` where a whole layer stays BF16."""
+    arm, out = exported
+
+    def decode_layer(t: Tensors) -> None:
+        assert arm.selection is not None
+        for module in arm.selection.modules:
+            if module.startswith("model.layers.0."):
+                q = nvfp4.QuantizedTensor(
+                    *(t.pop(f"{module}.{leaf}") for leaf in ("weight", "weight_scale", "weight_scale_2"))
+                )
+                t.pop(f"{module}.input_scale", None)
+                t[f"{module}.weight"] = nvfp4.dequantize(q, torch.bfloat16)
+
+    for number, pattern in enumerate(("model.layers.0*", "model.layers.0", "model.layers.0.*")):
+        folder = broken(out, tmp_path / str(number), decode_layer, ignore=["lm_head*", pattern])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert not isinstance(model.get_submodule(UP), NVFP4Linear)
+        assert isinstance(model.get_submodule(UP.replace("0", "1")), NVFP4Linear)
+
+
+def test_a_quantized_kv_cache_is_not_emulated_and_says_so(exported: tuple[Arm, Path], tmp_path: Path) -> None:
+    folder = broken(exported[1], tmp_path / "kv", kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})
+    with pytest.warns(UserWarning, match="quantized KV cache"):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
+        ({"quant_algo": None}, "None"),
+        ({"group_size": 32}, "32"),
+    ],
+    ids=["mixed", "no algorithm", "blocks of 32"],
+)
+def test_what_is_not_decoded_is_named(
+    exported: tuple[Arm, Path], tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        AutoModelForCausalLM.from_pretrained(broken(exported[1], tmp_path / "x", **config), dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lm_eval_scores_a_folder_as_it_scores_the_model(exported: tuple[Arm, Path]) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported[1], dtype=torch.float32)
+    requests = [Instance("loglikelihood", {}, ("The river runs", " past the old mill"), 0)]
+    kwargs: dict[str, Any] = {"device": "cpu", "batch_size": 1}
+    given = HFLM(pretrained=model, tokenizer=load_tokenizer(exported[1]), **kwargs).loglikelihood(
+        requests, disable_tqdm=True
+    )
+    opened = HFLM(pretrained=str(exported[1]), dtype="float32", **kwargs).loglikelihood(requests, disable_tqdm=True)
+    assert given == opened
+    assert given[0][0] < 0
 
 
 def test_an_unknown_algorithm_is_named(exported: tuple[Arm, Path], tmp_path: Path) -> None:
