@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,22 @@ class Arm:
 
 
 def group_global_scale(weights: dict[str, Tensor]) -> Tensor:
-    """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and the
-    exporter both call this, so the student that was trained is the one that is deployed."""
-    amax = torch.stack([weight.detach().abs().amax().float() for weight in weights.values()]).amax()
-    return nvfp4.global_scale_from_amax(amax)
+    """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
+    `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
+    return nvfp4.global_scale_from_amax(_group_amax(weights))
+
+
+def _group_amax(weights: dict[str, Tensor]) -> Tensor:
+    return torch.stack([weight.detach().abs().amax().float() for weight in weights.values()]).amax()
 
 
 def quantize_group(weights: dict[str, Tensor]) -> dict[str, nvfp4.QuantizedTensor]:
-    """Quantize the members of one scale group. Raises SourceError naming module and index for NaN or Inf."""
-    scale = group_global_scale(weights)
+    """Quantize the members of one scale group. Raises SourceError naming module and index for NaN or Inf; warns where
+    the group's values are too small for a normal scale, so that all of them become zero."""
+    amax = _group_amax(weights)
+    scale = nvfp4.global_scale_from_amax(amax)
+    if nvfp4.is_degenerate(amax):
+        warnings.warn(f"{', '.join(weights)}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
     quantized = {}
     for name, weight in weights.items():
         try:

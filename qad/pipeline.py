@@ -126,11 +126,9 @@ def _claim(job: Job, out: Path) -> None:
         found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
-    elif out.exists() and (
-        not out.is_dir() or any(p.name != "recipe.yaml" and p.suffix != ".partial" for p in out.iterdir())
-    ):
-        left = [p.name for p in out.iterdir()] if out.is_dir() else [out.name]
-        if set(left) - {"recipe.yaml", "arms", METRICS}:
+    elif out.exists():  # empty, or a run that was killed before its first stage was whole
+        early = {"recipe.yaml", "recipe.yaml.partial", "arms", METRICS}
+        if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
     out.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -20,7 +20,7 @@ from qad.loader import default_device, load_model, load_skeleton, load_tokenizer
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
-from qad.text import Document, Windows, digest_documents, documents, pack, require_disjoint
+from qad.text import Document, Windows, documents, pack, require_disjoint
 from qad.train import Trainer
 
 METRICS = "metrics.jsonl"
@@ -166,11 +166,6 @@ def require_finite(source: Checkpoint) -> None:
             raise SourceError(
                 f"{name} holds {weight[index].item()} at index {list(index)}: the source is damaged, fetch or train it again"
             )
-
-
-def text_digests(job: Job) -> dict[str, str]:
-    """Identity of each role's documents."""
-    return {role: digest_documents(docs) for role, docs in job.text.items()}
 
 
 def require_enough_text(job: Job) -> dict[str, int]:
