@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from qad import nvfp4
 from qad.errors import SourceError
+from qad.packing import Windows
 from qad.selection import Selection
-from qad.text import Windows
 
 
 class AmaxObserver:

@@ -80,8 +80,9 @@ class Calibrate(_Strict):
 
 
 class Train(_Strict):
-    """tokens: total; each step takes batch_size sequences of seq_len tokens, micro_batch_size at a time.
+    """tokens: total, over all epochs; each step takes batch_size sequences of seq_len tokens, micro_batch_size at a time.
 
+    loss_on: `all` real tokens (the method), or only what the `assistant` says in conversations, its end-of-turn included.
     validate_every: steps between validations; validation_tokens of the validation split choose the best
     checkpoint. save_every: steps between resumable states. chunk: tokens whose logits exist at one time.
     """
@@ -93,6 +94,8 @@ class Train(_Strict):
     seq_len: Positive = 512
     batch_size: Positive = 4
     micro_batch_size: Positive | None = None
+    epochs: Positive = 1
+    loss_on: Literal["all", "assistant"] = "all"
     lr: Annotated[float, Field(gt=0)] = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -112,6 +115,11 @@ class Train(_Strict):
         return self.batch_size * self.seq_len
 
     @property
+    def windows(self) -> int:
+        """Windows of seq_len tokens that one epoch sees; the last epoch may end early."""
+        return -(-self.steps // self.epochs) * self.batch_size
+
+    @property
     def tokens_used(self) -> int:
         """Tokens of whole steps; at most one step less than asked for."""
         return self.steps * self.tokens_per_step
@@ -120,6 +128,10 @@ class Train(_Strict):
     def _whole(self) -> Train:
         if self.steps < 1:
             raise ValueError(f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len)")
+        if self.epochs > self.steps:
+            raise ValueError(
+                f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows"
+            )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
         return self

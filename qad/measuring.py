@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from qad import provenance, text
+from qad import packing, provenance, text
 from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
 from qad.errors import UsageError
@@ -197,7 +197,7 @@ def test_sequences(
     section: Fidelity, docs: list[text.Document], tokenizer: Any, seed: int, teacher: Checkpoint
 ) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
     """The test split as token sequences, and the settings that two comparable records share."""
-    sequences = text.sequences(docs, tokenizer, section.tokens, section.seq_len, seed)
+    sequences = packing.sequences(docs, tokenizer, section.tokens, section.seq_len, seed)
     used = text.digest_documents(docs)
     return sequences, {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
 

@@ -17,10 +17,11 @@ from qad.calibrate import calibrate
 from qad.config import Recipe
 from qad.errors import SourceError
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
+from qad.packing import Windows, pack
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
-from qad.text import Document, Windows, documents, pack, require_disjoint
+from qad.text import Document, documents, require_disjoint
 from qad.train import Trainer
 
 METRICS = "metrics.jsonl"
@@ -51,8 +52,7 @@ class Job:
 
     def train_windows(self) -> Windows:
         section = self.recipe.train
-        windows = section.steps * section.batch_size
-        return pack(self.text["train"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "training")
+        return pack(self.text["train"], self.tokenizer, section.windows, section.seq_len, self.recipe.seed, "training")
 
     def validation_windows(self) -> Windows:
         section = self.recipe.train

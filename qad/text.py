@@ -1,12 +1,7 @@
-"""Text in, token windows out: documents, disjoint splits, packing.
+"""Documents and their disjoint splits.
 
 Splits are decided per document from the hash of its text, so the same document lands in the same split whatever
 file or order it comes in, and a document can never be in two.
-
-Packing puts documents end to end into windows [S, T] without padding. `position_ids` restart at every document;
-transformers derives from them an attention mask that keeps documents apart (attention_mask must be None).
-
-Shape suffixes: S windows, T tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from qad.artifact import digest_of
 from qad.errors import DataError
@@ -46,27 +40,6 @@ class Document:
     @classmethod
     def of(cls, text: str) -> Document:
         return cls(text, hashlib.sha256(" ".join(text.split()).encode()).hexdigest())
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Packed token windows. input_ids, position_ids: int64 [S, T]. digest: identity of the tokens and positions."""
-
-    input_ids_ST: Tensor
-    position_ids_ST: Tensor
-
-    def __len__(self) -> int:
-        return self.input_ids_ST.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        return self.input_ids_ST.numel()
-
-    @property
-    def digest(self) -> str:
-        content = hashlib.sha256(self.input_ids_ST.numpy().tobytes())
-        content.update(self.position_ids_ST.numpy().tobytes())
-        return content.hexdigest()
 
 
 def documents(source: DataSource, role: str) -> list[Document]:
@@ -114,69 +87,14 @@ def digest_documents(docs: Sequence[Document]) -> str:
     return digest_of([doc.key for doc in docs])
 
 
-def pack(docs: Sequence[Document], tokenizer: Any, windows: int, seq_len: int, seed: int, what: str) -> Windows:
-    """Pack shuffled documents into `windows` windows of `seq_len` tokens; no token is used twice.
-
-    A document that does not fit goes on in the next window as a new one. The order depends on `seed` alone.
-    Raises DataError where the text is too short, saying how many tokens there are.
-    """
-    need = windows * seq_len
-    ids: list[int] = []
-    positions: list[int] = []
-    for doc in _shuffled(docs, seed):
-        for token, position in _segments(encode(tokenizer, doc.text), len(ids), seq_len):
-            ids.append(token)
-            positions.append(position)
-        if len(ids) >= need:
-            break
-    if len(ids) < need:
-        raise DataError(
-            f"{what} needs {need:,} tokens ({windows} windows of {seq_len}) but its text has {len(ids):,}: "
-            "ask for fewer or give more text"
-        )
-    return Windows(
-        torch.tensor(ids[:need]).view(windows, seq_len), torch.tensor(positions[:need]).view(windows, seq_len)
-    )
-
-
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids as the tokenizer adds special tokens by default; long texts do not warn."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     return ids
 
 
-def sequences(
-    docs: Sequence[Document], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = 32
-) -> list[tuple[str, Tensor]]:
-    """(document key, int64 [T]) pairs for evaluation: one sequence a document, cut at seq_len, none below `minimum`
-    tokens, until `tokens` are reached. Documents are independent, so they are the clusters of intervals.
-
-    Raises DataError where the text is too short.
-    """
-    chosen: list[tuple[str, Tensor]] = []
-    total = 0
-    for doc in _shuffled(docs, seed):
-        ids = encode(tokenizer, doc.text)[:seq_len]
-        if len(ids) < minimum:
-            continue
-        chosen.append((doc.key[:16], torch.tensor(ids)))
-        total += len(ids)
-        if total >= tokens:
-            return chosen
-    raise DataError(f"the test split has {total:,} tokens in documents of {minimum} or more, {tokens:,} asked for")
-
-
-def _segments(ids: list[int], start: int, seq_len: int) -> Iterator[tuple[int, int]]:
-    """(token, position) of a document laid from offset `start`: positions restart at each window boundary."""
-    position = 0
-    for i, token in enumerate(ids):
-        if (start + i) % seq_len == 0:
-            position = 0
-        yield token, position
-        position += 1
-
-
-def _shuffled(docs: Sequence[Document], seed: int) -> list[Document]:
+def shuffled(docs: Sequence[Document], seed: int) -> list[Document]:
+    """The documents in an order that depends on `seed` alone."""
     order = torch.randperm(len(docs), generator=torch.Generator().manual_seed(seed))
     return [docs[i] for i in order.tolist()]
 

@@ -30,8 +30,8 @@ from qad.compiled import compilation
 from qad.config import Train
 from qad.errors import ArtifactError
 from qad.losses import Head, chunked_loss
+from qad.packing import Windows
 from qad.student import Student
-from qad.text import Windows
 
 
 @dataclasses.dataclass

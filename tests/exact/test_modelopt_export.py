@@ -20,9 +20,9 @@ from qad.arm import write_arm
 from qad.artifact import run_stage
 from qad.calibrate import calibrate
 from qad.loader import load_model, load_skeleton
+from qad.packing import Windows
 from qad.selection import select
 from qad.source import open_checkpoint
-from qad.text import Windows
 
 pytestmark = [
     pytest.mark.exact,
@@ -36,7 +36,7 @@ CONFIGS = {"NVFP4": "NVFP4_DEFAULT_CFG", "W4A16_NVFP4": "W4A16_NVFP4_CFG"}
 
 def windows() -> Windows:
     ids = torch.randint(0, 512, (8, 32), generator=torch.Generator().manual_seed(5))
-    return Windows(ids, torch.arange(32).expand(8, 32).contiguous())
+    return Windows.of(ids, torch.arange(32).expand(8, 32).contiguous())
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

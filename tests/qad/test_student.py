@@ -13,10 +13,11 @@ from qad.artifact import run_stage
 from qad.calibrate import AmaxObserver, calibrate, group_input_scales
 from qad.errors import ArtifactError, SourceError
 from qad.loader import load_model, load_skeleton, load_tokenizer
+from qad.packing import pack
 from qad.selection import select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
-from qad.text import Document, pack
+from qad.text import Document
 
 
 @pytest.fixture(scope="session")

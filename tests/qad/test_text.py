@@ -12,8 +12,9 @@ import torch
 from qad.config import DataSource
 from qad.errors import DataError
 from qad.loader import load_model, load_tokenizer
+from qad.packing import pack, sequences
 from qad.source import open_checkpoint
-from qad.text import ROLES, Document, documents, encode, pack, require_disjoint, sequences, split_of
+from qad.text import ROLES, Document, documents, encode, require_disjoint, split_of
 
 
 @pytest.fixture(scope="session")
