@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe(sub)
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
 
-    sub = _command(commands, "train", _train, "make the QAD arm: calibrate, then distil")
+    sub = _command(commands, "train", _train, "make the QAD (or QAT) arm: calibrate, then train")
     _recipe(sub)
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
     sub.add_argument(
@@ -161,15 +161,19 @@ def _ptq(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from qad.config import load_recipe
-    from qad.stages import prepare, ptq_arm, qad_arm, require_enough_text
+    from qad.stages import prepare, ptq_arm, require_enough_text, trained_arm
 
-    job = prepare(load_recipe(args.recipe, args.overrides), _say)
+    recipe = load_recipe(args.recipe, args.overrides)
+    if len(recipe.train.methods) > 1:
+        raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
+    method = recipe.train.methods[0]
+    job = prepare(recipe, _say)
     require_enough_text(job)
     ptq = args.ptq or args.out.parent / "ptq"
     if args.ptq is None:
         ptq_arm(job, ptq)
-    artifact = qad_arm(job, ptq, args.out)
-    _say(f"QAD arm: {artifact.path}")
+    artifact = trained_arm(job, method, ptq, args.out)
+    _say(f"{method.upper()} arm: {artifact.path}")
     return 0
 
 

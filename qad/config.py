@@ -79,15 +79,33 @@ class Calibrate(_Strict):
     headroom: Annotated[float, Field(gt=0)] = 1.0
 
 
-class Train(_Strict):
-    """tokens: total, over all epochs; each step takes batch_size sequences of seq_len tokens, micro_batch_size at a time.
+Method = Literal["qad", "qat"]
 
-    loss_on: `all` real tokens (the method), or only what the `assistant` says in conversations, its end-of-turn included.
-    validate_every: steps between validations; validation_tokens of the validation split choose the best
-    checkpoint. save_every: steps between resumable states. chunk: tokens whose logits exist at one time.
+
+class Train(_Strict):
+    """Method and loss.
+    method: qad (learn the teacher's distribution), qat (cross-entropy on the text), or a list of both.
+    loss: qad's, forward_kl | reverse_kl | jsd | mse, at `temperature`. teacher: a larger model of the same
+    tokenizer; None is the BF16 original. teacher_cache: keep the teacher's top K log-probabilities on disk.
+
+    Amount. tokens: total, over all epochs; each step takes batch_size sequences of seq_len tokens, micro_batch_size
+    at a time. loss_on: all real tokens, or only what the assistant says in conversations, its end-of-turn included.
+
+    Update. trainable: all, linears (the quantized ones) or globs on parameter names. lr_scale: glob -> factor on lr.
+    optimizer: adamw, or adamw8bit (moments in 8 bits, needs torchao). weight_only_steps: so many first steps leave
+    activations unquantized. activation_checkpointing: recompute instead of keeping. chunk: tokens whose logits exist
+    at one time.
+
+    Watch. validate_every: steps between validations; validation_tokens of the validation split choose the best
+    checkpoint; after `patience` validations without a better one training stops. save_every: steps between resumable
+    states.
     """
 
-    method: Literal["qad"] = "qad"
+    method: Method | list[Method] = "qad"
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "mse"] = "forward_kl"
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    teacher: str | None = None
+    teacher_cache: Positive | None = None
     data: DataSource
     validation_data: DataSource | None = None
     tokens: Positive
@@ -96,15 +114,26 @@ class Train(_Strict):
     micro_batch_size: Positive | None = None
     epochs: Positive = 1
     loss_on: Literal["all", "assistant"] = "all"
+    trainable: Literal["all", "linears"] | list[str] = "all"
     lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr_scale: dict[str, Annotated[float, Field(gt=0)]] = {}
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     clip: Annotated[float, Field(gt=0)] = 1.0
+    weight_only_steps: Annotated[int, Field(ge=0)] = 0
+    activation_checkpointing: bool = False
+    chunk: Positive = 512
     validate_every: Positive = 10
     validation_tokens: Positive = 4096
+    patience: Positive | None = None
     save_every: Positive = 10
-    chunk: Positive = 512
+
+    @property
+    def methods(self) -> list[Method]:
+        """In the order they run."""
+        return self.method if isinstance(self.method, list) else [self.method]
 
     @property
     def steps(self) -> int:
@@ -134,6 +163,14 @@ class Train(_Strict):
             )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"method {self.method} names a method twice or none")
+        if "qad" not in self.methods and (self.loss, self.temperature, self.teacher_cache) != ("forward_kl", 1.0, None):
+            raise ValueError("loss, temperature and teacher_cache are those of method qad; qat is cross-entropy")
+        if self.teacher_cache and (self.loss, self.temperature) != ("forward_kl", 1.0):
+            raise ValueError("teacher_cache serves forward_kl at temperature 1 only")
+        if self.loss == "mse" and self.temperature != 1.0:
+            raise ValueError("temperature softens distributions; mse compares logits")
         return self
 
 

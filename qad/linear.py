@@ -26,6 +26,7 @@ class NVFP4Linear(nn.Linear):
     """An nn.Linear whose weight holds decoded NVFP4 values and whose input is fake-quantized."""
 
     input_scale: Tensor | None
+    quantizes_input: bool = True  # False: trained as W4A16 for now, whatever is deployed
 
     @classmethod
     def wrap(cls, linear: nn.Linear, input_scale: Tensor | None) -> NVFP4Linear:
@@ -39,7 +40,7 @@ class NVFP4Linear(nn.Linear):
         return wrapped
 
     def forward(self, input: Tensor) -> Tensor:
-        return nvfp4_linear(input, self.weight, self.bias, self.input_scale)
+        return nvfp4_linear(input, self.weight, self.bias, self.input_scale if self.quantizes_input else None)
 
 
 def wrap_linears(model: nn.Module, input_scales: dict[str, Tensor | None]) -> None:

@@ -20,17 +20,16 @@ from qad.stages import Job
 if TYPE_CHECKING:
     from harness.records import Data, Engine
 
-ARMS = ("bf16", "ptq", "qad")
-
 
 class Measuring:
-    """Measures the three arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders.
+    """Measures the arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders.
 
     A record is made only where none of the same weights under the same settings is there.
     """
 
     def __init__(self, job: Job, out: Path, say: Callable[[str], None]) -> None:
         self.job, self.out, self.say = job, out, say
+        self.arms = ("bf16", "ptq", *job.recipe.train.methods)
         self._models: dict[str, Any] = {}
         if job.recipe.measure.accuracy:  # an unknown task name is found before hours are spent
             from harness.accuracy import require_tasks
@@ -41,7 +40,7 @@ class Measuring:
         from harness.engines.transformers import FILES
         from harness.memory import measure_memory
 
-        for arm in ARMS if self.job.recipe.measure.memory else ():
+        for arm in self.arms if self.job.recipe.measure.memory else ():
             if self._missing("memory", arm, {}):
                 started = time.monotonic()
                 self._write(arm, {}, FILES, measure_memory(self._folder(arm)), started)
@@ -56,7 +55,7 @@ class Measuring:
             section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
         )
         settings["dtype"] = self.job.dtype
-        arms = [arm for arm in ARMS if self._missing("fidelity", arm, settings)]
+        arms = [arm for arm in self.arms if self._missing("fidelity", arm, settings)]
         if not arms:
             return
         started = time.monotonic()
@@ -73,7 +72,7 @@ class Measuring:
         if section is None:
             return
         settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed, "dtype": self.job.dtype}
-        for arm in ARMS:
+        for arm in self.arms:
             if self._missing("accuracy", arm, settings):
                 self.say(f"   {arm}: {', '.join(section.tasks)}")
                 started = time.monotonic()
@@ -89,11 +88,11 @@ class Measuring:
         if section is None:
             return
         settings = throughput_settings(section, self.job.recipe.seed, self.job.dtype)
-        if not any(self._missing("throughput", arm, settings) for arm in ARMS):
+        if not any(self._missing("throughput", arm, settings) for arm in self.arms):
             return
         started = time.monotonic()
-        models = {arm: self._load(arm).model for arm in ARMS}
-        with tqdm(total=3 * section.repeats, desc="throughput", unit="run", mininterval=2.0) as bar:
+        models = {arm: self._load(arm).model for arm in self.arms}
+        with tqdm(total=len(self.arms) * section.repeats, desc="throughput", unit="run", mininterval=2.0) as bar:
             measured = measure_throughput_interleaved(
                 models, **section.model_dump(), vocab_size=len(self.job.tokenizer), seed=self.job.recipe.seed,
                 progress=bar.update,

@@ -79,8 +79,8 @@ class Windows:
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
 
-    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Windows:
-        """The windows of step 1, 2, ...: a pure function of its arguments, so that a resumed run needs no state.
+    def indices(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
+        """Which windows step 1, 2, ... sees, int64: a pure function of its arguments, so that a resumed run needs no state.
 
         An epoch is len(self) // batch_size steps and sees no window twice. The first one takes the windows as they are
         packed; each later one in an order of its own, from (seed, epoch). `rank` of `ranks` gets its equal part of the step's
@@ -89,8 +89,12 @@ class Windows:
         assert batch_size % ranks == 0, "every rank takes as many windows"
         epoch, place = divmod(step - 1, len(self) // batch_size)
         first = place * batch_size + rank * (batch_size // ranks)
-        part = slice(first, first + batch_size // ranks)
-        return self.rows(part if epoch == 0 else _order(len(self), seed, epoch)[part])
+        order = torch.arange(len(self)) if epoch == 0 else _order(len(self), seed, epoch)
+        return order[first : first + batch_size // ranks]
+
+    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Windows:
+        """The windows of a step; see `indices`."""
+        return self.rows(self.indices(step, batch_size, seed, rank, ranks))
 
     def padded(self, left: int, right: int, pad_id: int) -> Windows:
         """The same windows with `left` and `right` padding tokens at their sides. Each side is a document of its own (its

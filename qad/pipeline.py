@@ -1,11 +1,12 @@
 """`qad run`: from a BF16 model to a recovery report, one folder, every step skipped that is finished and unchanged.
 
 RUN/recipe.yaml                         the resolved recipe
-RUN/arms/{bf16,ptq,qad}                 how each arm treats the source
+RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
 RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
 RUN/report/{report.html,report.md,report.json}
 RUN/metrics.jsonl                       grows while training
+RUN/teacher_cache                       the teacher's distributions, where train.teacher_cache asks for it
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from qad.compiled import compilation
 from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
 from qad.measuring import Measuring
-from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, qad_arm, require_enough_text
-
-ARMS = ("bf16", "ptq", "qad")
+from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_enough_text, trained_arm
 
 
 class Stopwatch:
@@ -63,9 +62,10 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
         bf16_arm(job, arms / "bf16", replace=True)
     with clock("arm ptq (calibrate)"):
         ptq_arm(job, arms / "ptq", replace=True)
-    with clock("arm qad (train)"):
-        qad_arm(job, arms / "ptq", arms / "qad", log=out / METRICS, replace=True)
-    for name in ("ptq", "qad"):
+    for method in recipe.train.methods:
+        with clock(f"arm {method} (train)"):
+            trained_arm(job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True)
+    for name in ("ptq", *recipe.train.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
@@ -114,6 +114,11 @@ def report_run(out: Path, say: Callable[[str], None]) -> Path:
         ) from error
     say(summary_text(comparison, records))
     return next(path for path in paths if path.suffix == ".html")
+
+
+def _log(method: str) -> str:
+    """metrics.jsonl is QAD's; another method's stands beside it under its name."""
+    return METRICS if method == "qad" else f"metrics-{method}.jsonl"
 
 
 def _claim(job: Job, out: Path) -> None:

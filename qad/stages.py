@@ -14,13 +14,17 @@ from tqdm import tqdm
 from qad.arm import KIND, open_arm, write_arm
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.calibrate import calibrate
-from qad.config import Recipe
-from qad.errors import SourceError
+from qad.config import Method, Recipe
+from qad.errors import SourceError, UsageError
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
+from qad.objective import Objective, shared_vocabulary
+from qad.optim import check_patterns, trainable_names
 from qad.packing import Windows, pack
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
+from qad.state import discard_state
 from qad.student import Student
+from qad.teacher_cache import TeacherCache, write_teacher_cache
 from qad.text import Document, documents, require_disjoint
 from qad.train import Trainer
 
@@ -38,6 +42,8 @@ class Job:
     device: str
     dtype: str
     text: dict[str, list[Document]]
+    teacher: Checkpoint  # the source, unless the recipe names a larger one
+    shared_ids: int  # how many ids of the vocabulary student and teacher compare
 
     @property
     def compute(self) -> dict[str, Any]:
@@ -65,15 +71,32 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> J
     source = open_checkpoint(recipe.model)
     tokenizer = load_tokenizer(source.folder)
     section = recipe.quantize
-    selection = select(load_skeleton(source), section.format, section.include, section.exclude)
+    skeleton = load_skeleton(source)
+    selection = select(skeleton, section.format, section.include, section.exclude)
     _require_tensors(source, selection)
+    check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
+    if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
+        raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
     device = default_device()
     dtype = resolve_dtype(recipe.dtype, device)
     say(f"model  {source.display_name}")
     for line in describe(selection):
         say(f"       {line}")
     say(f"       computed in {dtype} on {device}")
-    return Job(recipe, source, selection, tokenizer, device, dtype, _read_text(recipe))
+    teacher, shared = _teacher(recipe, source, tokenizer, skeleton)
+    if teacher is not source:
+        say(f"       learns from {teacher.display_name}, {shared:,} shared ids")
+    return Job(recipe, source, selection, tokenizer, device, dtype, _read_text(recipe), teacher, shared)
+
+
+def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:
+    """The teacher's checkpoint and the number of ids that it shares with the student."""
+    size = skeleton.get_output_embeddings().weight.shape[0]
+    if recipe.train.teacher is None:
+        return source, size
+    teacher = open_checkpoint(recipe.train.teacher)
+    other = load_skeleton(teacher).get_output_embeddings().weight.shape[0]
+    return teacher, shared_vocabulary(tokenizer, load_tokenizer(teacher.folder), size, other)
 
 
 def _read_text(recipe: Recipe) -> dict[str, list[Document]]:
@@ -126,13 +149,18 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
 
-def qad_arm(job: Job, ptq: Path, out: Path, log: Path | None = None, replace: bool = False) -> Artifact:
-    """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm)."""
+def trained_arm(
+    job: Job, method: Method, ptq: Path, out: Path, log: Path | None = None, cache: Path | None = None, replace: bool = False
+) -> Artifact:
+    """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm). `cache`: folder of
+    the teacher cache, where the recipe wants one (default: beside the arm)."""
+    section = job.recipe.train
     train, validation = job.train_windows(), job.validation_windows()
-    config = {"arm": job.recipe.train.method, "train": job.recipe.section("train"), **job.compute}
+    config = {"arm": method, "train": {**job.recipe.section("train"), "method": method}, **job.compute}
     start = open_arm(ptq)
     inputs = {
         "source": job.source.digest,
+        "teacher": job.teacher.digest,
         "ptq": open_artifact(ptq, KIND).digest,
         "train": train.digest,
         "validation": validation.digest,
@@ -140,19 +168,33 @@ def qad_arm(job: Job, ptq: Path, out: Path, log: Path | None = None, replace: bo
 
     def work(folder: Path) -> None:
         live = log or folder / METRICS
-        teacher = load_model(job.source, job.dtype, job.device)
-        student = Student(start, load_model(job.source, job.dtype, job.device))
-        trainer = Trainer(student, teacher, train, validation, job.recipe.train, folder, live)
+        teacher = load_model(job.teacher, job.dtype, job.device)
+        model = load_model(job.source, job.dtype, job.device)
+        names = [name for name, _ in model.named_parameters()]
+        student = Student(start, model, trainable_names(section, names, start.selection.modules if start.selection else ()))
+        kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
+        objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
+        trainer = Trainer(student, objective, train, validation, section, job.recipe.seed, folder, live)
         masters = trainer.run()
-        trainer.discard_state()
+        discard_state(folder)
         progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": train.tokens, "validation": validation.tokens}
-        write_arm(folder, job.recipe.train.method, job.source, start.selection, start.input_scales, masters,
+        write_arm(folder, method, job.source, start.selection, start.input_scales, masters,
                   training=progress, tokens=tokens)  # fmt: skip
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace)
+
+
+def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> TeacherCache | None:
+    k = job.recipe.train.teacher_cache
+    if k is None:
+        return None
+    inputs = {"teacher": job.teacher.digest, "windows": windows.digest}
+    with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="teacher", mininterval=2.0) as bar:
+        write_teacher_cache(out, teacher, windows, k, job.shared_ids, inputs, {"dtype": job.dtype}, bar.update)
+    return TeacherCache(out, windows)
 
 
 def require_finite(source: Checkpoint) -> None:

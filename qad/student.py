@@ -10,14 +10,16 @@ statement that a master receives its deployed parameter's gradient. Gradients of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qad.arm import Arm, group_global_scale
 from qad.errors import ArtifactError
-from qad.linear import wrap_linears
+from qad.linear import NVFP4Linear, wrap_linears
 from qad.nvfp4 import fake_quantize
 
 
@@ -25,20 +27,24 @@ class Student:
     """A model, its FP32 masters by parameter name, and the selection that says how they are deployed.
 
     It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights.
+    `trainable`: names of the parameters that get gradients, None for all; the others stay as the arm has them.
     Raises ArtifactError for an arm that quantizes nothing.
     """
 
-    def __init__(self, arm: Arm, model: nn.Module) -> None:
+    def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
         self.model: Any = model
+        self.arm = arm
         self.selection = arm.selection
         wrap_linears(model, {name: arm.input_scales.get(name) for name in self.selection.modules})
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             master = arm.weight(name).to(device=parameter.device, dtype=torch.float32, copy=True)
-            self.masters[name] = master.requires_grad_()
-            parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
+            self.masters[name] = master
+            if trainable is None or name in trainable:
+                master.requires_grad_()
+                parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
         self.deploy()
 
     def _to_master(self, name: str) -> Any:
@@ -64,6 +70,39 @@ class Student:
         for name, parameter in parameters.items():
             if name not in deployed:
                 parameter.copy_(self.masters[name].to(torch.bfloat16))
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each layer's activations in the backward pass instead of keeping them. The layers alone learn that
+        they train: everything below them stays in eval mode, without dropout."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+    def quantize_inputs(self, enabled: bool) -> None:
+        """False: the inputs of the selected Linears stay in the compute dtype (W4A16) until it is turned on again."""
+        for module in self.model.modules():
+            if isinstance(module, NVFP4Linear):
+                module.quantizes_input = enabled
+
+    @torch.no_grad()
+    def moved(self) -> dict[str, float]:
+        """Shares of the trainable masters, and of the deployed quantized values, that differ from the arm's."""
+        changed, total = 0, 0
+        for name, master in self.masters.items():
+            if master.requires_grad:
+                start = self.arm.weight(name).to(device=master.device, dtype=torch.float32)
+                changed, total = changed + int((master != start).sum()), total + master.numel()
+        deployed = dict(self.model.named_parameters())
+        codes, elements = 0, 0
+        for group in self.selection.groups:
+            start_weights = {f"{m}.weight": self.arm.weight(f"{m}.weight").float() for m in group}
+            scale = group_global_scale(start_weights)
+            for name, weight in start_weights.items():
+                value = deployed[name]
+                codes += int((fake_quantize(weight.to(value.device), scale).to(value.dtype) != value).sum())
+                elements += value.numel()
+        return {"masters": changed / max(1, total), "deployed": codes / max(1, elements)}
 
     @torch.no_grad()
     def load_masters(self, masters: dict[str, Tensor]) -> None:

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from qad.arm import Arm, open_arm
 from qad.compiled import compilation
-from qad.config import Recipe
+from qad.config import Method, Recipe
 from qad.errors import ArtifactError
-from qad.stages import prepare, ptq_arm, qad_arm
-from qad.train import Trainer, learning_rate
+from qad.optim import learning_rate
+from qad.stages import prepare, ptq_arm, trained_arm
+from qad.train import Trainer
 
 SENTENCES = [
     "The river runs past the mill {0}.",
@@ -41,12 +42,12 @@ def recipe(model: Path, text: Path, **train: object) -> Recipe:
     })  # fmt: skip
 
 
-def train(recipe_: Recipe, folder: Path) -> Arm:
+def train(recipe_: Recipe, folder: Path, method: Method = "qad") -> Arm:
     job = prepare(recipe_)
     with compilation(False):
         ptq_arm(job, folder / "ptq")
-        qad_arm(job, folder / "ptq", folder / "qad", folder / "metrics.jsonl")
-    return open_arm(folder / "qad")
+        trained_arm(job, method, folder / "ptq", folder / method, folder / "metrics.jsonl")
+    return open_arm(folder / method)
 
 
 def rows(path: Path) -> list[dict[str, float]]:
