@@ -87,7 +87,9 @@ class _ChunkedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs_bias else None
         for start in range(0, hidden_TH.shape[0], chunk):
             part = slice(start, start + chunk)
-            value, d_raw_tV = _chunk(student.raw(hidden_TH[part]), student, targets.part(part), labels_T[part], loss, needs)
+            value, d_raw_tV = _chunk(
+                student.raw(hidden_TH[part]), student, targets.part(part), labels_T[part], loss, needs
+            )
             total += value
             if d_raw_tV is None:
                 continue

@@ -64,7 +64,9 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
         ptq_arm(job, arms / "ptq", replace=True)
     for method in recipe.train.methods:
         with clock(f"arm {method} (train)"):
-            trained_arm(job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True)
+            trained_arm(
+                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True
+            )
     for name in ("ptq", *recipe.train.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)

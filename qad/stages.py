@@ -150,7 +150,13 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
 
 
 def trained_arm(
-    job: Job, method: Method, ptq: Path, out: Path, log: Path | None = None, cache: Path | None = None, replace: bool = False
+    job: Job,
+    method: Method,
+    ptq: Path,
+    out: Path,
+    log: Path | None = None,
+    cache: Path | None = None,
+    replace: bool = False,
 ) -> Artifact:
     """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm). `cache`: folder of
     the teacher cache, where the recipe wants one (default: beside the arm)."""
@@ -171,7 +177,9 @@ def trained_arm(
         teacher = load_model(job.teacher, job.dtype, job.device)
         model = load_model(job.source, job.dtype, job.device)
         names = [name for name, _ in model.named_parameters()]
-        student = Student(start, model, trainable_names(section, names, start.selection.modules if start.selection else ()))
+        student = Student(
+            start, model, trainable_names(section, names, start.selection.modules if start.selection else ())
+        )
         kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
         objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
         trainer = Trainer(student, objective, train, validation, section, job.recipe.seed, folder, live)

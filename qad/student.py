@@ -74,7 +74,8 @@ class Student:
     def checkpoint_activations(self) -> None:
         """Recompute each layer's activations in the backward pass instead of keeping them. The layers alone learn that
         they train: everything below them stays in eval mode, without dropout."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        older = self.model.gradient_checkpointing_enable  # its name before transformers 5.20 or so; deprecated after
+        getattr(self.model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True

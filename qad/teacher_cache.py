@@ -40,11 +40,11 @@ class TeacherCache:
         return TopK(log_p, ids.long(), tail)
 
     def _window(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        shard, first = divmod(window, _SHARD)
+        shard = window // _SHARD
         start = int(self._counts[shard * _SHARD : window].sum())
         rows = slice(start, start + int(self._counts[window]))
         with safe_open(self.folder / f"shard-{shard:05d}.safetensors", framework="pt") as file:
-            return tuple(file.get_slice(name)[rows] for name in ("log_p_tK", "ids_tK", "log_tail_t"))  # type: ignore[return-value]
+            return tuple(file.get_slice(name)[rows] for name in ("log_p_tK", "ids_tK", "log_tail_t"))
 
 
 @torch.no_grad()

@@ -33,6 +33,8 @@ from qad.packing import Windows
 from qad.state import load_state, save_aside, save_state
 from qad.student import Student
 
+_STUCK = 0.01  # share of moved masters below which nothing is learned; weights that are exactly 0 always move
+
 
 @dataclasses.dataclass
 class Progress:
@@ -100,7 +102,9 @@ class Trainer:
         self.student.quantize_inputs(step > self.config.weight_only_steps)
         loss = self._backward(step)
         if loss is not None:
-            torch.nn.utils.clip_grad_norm_([m for m in self.student.masters.values() if m.requires_grad], self.config.clip)
+            torch.nn.utils.clip_grad_norm_(
+                [m for m in self.student.masters.values() if m.requires_grad], self.config.clip
+            )
             self.optimizer.step()
             self.student.deploy()
         self.optimizer.zero_grad(set_to_none=True)
@@ -160,10 +164,10 @@ class Trainer:
         moved = self.student.moved()
         first = self.progress.moved_masters is None
         self.progress.moved_masters, self.progress.moved_deployed = moved["masters"], moved["deployed"]
-        if first and moved["masters"] == 0.0:
+        if first and moved["masters"] < _STUCK:
             warnings.warn(
-                f"no weight has moved in {self.progress.step} steps: the learning rate {self.config.lr} or the gradient "
-                "is too small",
+                f"{moved['masters']:.2%} of the weights have moved in {self.progress.step} steps: the learning rate "
+                f"{self.config.lr} or the gradient is too small",
                 stacklevel=3,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,108 @@ def test_micro_batches_change_nothing_but_rounding(tiny_llama_dir: Path, text_fi
         train(job, tmp_path / str(micro))
         kls.append([r["kl"] for r in rows(tmp_path / str(micro) / "metrics.jsonl")[1:]])
     assert kls[0] == pytest.approx(kls[1], rel=1e-4)
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [r["kl"] for r in rows(folder / "metrics.jsonl")[1:]]
+
+
+def test_qat_lowers_cross_entropy_and_drifts_from_the_teacher_where_qad_does_not(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, trained: tuple[Arm, Path]
+) -> None:
+    """Finding 1 of the method, in sign: QAD wins in held-out KL, QAT in cross-entropy on the text."""
+    with pytest.warns(UserWarning, match="never fell below its PTQ start"):  # the teacher knows nothing of the text
+        arm = train(recipe(tiny_llama_dir, text_file, tokens=20 * 128, method="qat"), tmp_path, "qat")
+    assert arm.name == "qat"
+    cross_entropy = losses_of(tmp_path)
+    assert cross_entropy[-1] < cross_entropy[0] - 0.1
+    assert arm.facts["training"]["val_kl_last"] > 2 * trained[0].facts["training"]["val_kl_last"]
+
+
+@pytest.mark.parametrize("loss", ["mse", "reverse_kl", "jsd"])
+def test_every_loss_brings_the_student_nearer(tiny_llama_dir: Path, text_file: Path, tmp_path: Path, loss: str) -> None:
+    training = train(recipe(tiny_llama_dir, text_file, loss=loss), tmp_path).facts["training"]
+    assert training["val_kl_best"] < training["val_kl_start"]
+
+
+def test_the_whole_cached_teacher_trains_like_the_live_one(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    live = train(recipe(tiny_llama_dir, text_file), tmp_path / "live")
+    cached = train(recipe(tiny_llama_dir, text_file, teacher_cache=512), tmp_path / "cached")
+    assert losses_of(tmp_path / "cached") == pytest.approx(losses_of(tmp_path / "live"), rel=1e-4)
+    assert (tmp_path / "cached" / "teacher_cache" / "shard-00000.safetensors").is_file()
+    assert live.facts["training"]["val_kl_start"] == cached.facts["training"]["val_kl_start"]
+
+
+def test_a_larger_teacher_with_a_padded_vocabulary(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, make_llama: Callable[..., Path]
+) -> None:
+    teacher = make_llama(tmp_path / "teacher", seed=1, hidden_size=96, vocab_size=576, num_attention_heads=6,
+                         num_key_value_heads=3)  # fmt: skip
+    job = prepare(recipe(tiny_llama_dir, text_file, teacher=str(teacher)))
+    assert job.shared_ids == max(job.tokenizer.get_vocab().values()) + 1 <= 512
+    training = train(recipe(tiny_llama_dir, text_file, teacher=str(teacher), lr=1e-3), tmp_path).facts["training"]
+    assert training["val_kl_best"] < training["val_kl_start"]
+
+
+def test_patience_stops_and_keeps_the_best(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="never fell below|above its PTQ start"):
+        train(recipe(tiny_llama_dir, text_file, lr=1.0, tokens=40 * 128, validate_every=1, patience=2), tmp_path)
+    assert rows(tmp_path / "metrics.jsonl")[-1]["step"] < 40
+
+
+def test_c10_weights_that_do_not_move_are_said(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="of the weights have moved in 5 steps|not one quantized value|never fell below"
+    ):
+        arm = train(recipe(tiny_llama_dir, text_file, lr=1e-30), tmp_path)
+    assert arm.facts["training"]["moved_masters"] < 0.01
+    assert arm.facts["training"]["moved_deployed"] == 0.0
+
+
+def test_moved_shares_are_recorded(trained: tuple[Arm, Path]) -> None:
+    training = trained[0].facts["training"]
+    assert 0.5 < training["moved_masters"] <= 1.0
+    assert 0.0 < training["moved_deployed"] < 1.0
+
+
+def test_only_the_chosen_parameters_train(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    arm = train(recipe(tiny_llama_dir, text_file, trainable=["*.mlp.*"]), tmp_path)
+    source = load_file(tiny_llama_dir / "model.safetensors")
+    for name, master in load_file(arm.folder / "weights.safetensors").items():
+        assert torch.equal(master, source[name].float()) == (".mlp." not in name), name
+
+
+def test_weight_only_steps_leave_activations_alone_and_validation_does_not(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """W4A16 training deployed as W4A4: the first steps' losses are those of W4A16, the validation that of W4A4."""
+    deployed = train(recipe(tiny_llama_dir, text_file, tokens=5 * 128), tmp_path / "a")
+    mixed = train(recipe(tiny_llama_dir, text_file, tokens=5 * 128, weight_only_steps=5), tmp_path / "b")
+    assert deployed.facts["training"]["val_kl_start"] == mixed.facts["training"]["val_kl_start"]
+    assert losses_of(tmp_path / "b")[0] < losses_of(tmp_path / "a")[0]
+    assert mixed.input_scales.keys() == deployed.input_scales.keys()
+
+
+def test_c14_a_state_saved_mid_run_holds_the_student_alone(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C14: no teacher tensors, three numbers a student parameter and the optimizer's step."""
+    advance = Trainer._advance
+
+    def killed(self: Trainer, bar: object) -> None:
+        if self.progress.step == 5:
+            raise _Killed
+        advance(self, bar)
+
+    monkeypatch.setattr(Trainer, "_advance", killed)
+    with pytest.raises(_Killed):
+        train(recipe(tiny_llama_dir, text_file), tmp_path)
+    tensors = load_file(next((tmp_path / "qad.partial").glob("state-*")) / "tensors.safetensors")
+    names = load_file(tiny_llama_dir / "model.safetensors").keys()
+    kinds = ("master", "exp_avg", "exp_avg_sq", "step")
+    assert tensors.keys() == {f"{kind}.{name}" for kind in kinds for name in names}
 
 
 def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(

@@ -1,0 +1,69 @@
+"""The update side: masters move where BF16 cannot, patterns choose what trains and how fast."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from qad.config import Train
+from qad.errors import UsageError
+from qad.optim import check_patterns, make_optimizer, parameter_groups, set_learning_rate, trainable_names
+
+NAMES = ["model.embed.weight", "model.0.mlp.up_proj.weight", "model.0.mlp.down_proj.weight", "model.norm.weight"]
+LINEARS = ["model.0.mlp.up_proj", "model.0.mlp.down_proj"]
+
+
+def config(**values: object) -> Train:
+    return Train.model_validate({"data": "python-docs", "tokens": 512, "seq_len": 32, **values})
+
+
+def masters(frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    return {name: torch.full((4, 4), 0.01).requires_grad_(name not in frozen) for name in NAMES}
+
+
+def test_c10_fp32_masters_move_at_1e6_where_bf16_weights_do_not() -> None:
+    """C10: all weights 0.01, constant gradient, AdamW 1e-6, 100 steps: the master ends at about 0.0099."""
+    weights = masters()
+    optimizer = make_optimizer(config(lr=1e-6), weights)
+    low = torch.full((4, 4), 0.01, dtype=torch.bfloat16).requires_grad_()
+    naive = torch.optim.AdamW([low], lr=1e-6, weight_decay=0.0)
+    before = low.detach().clone()
+    for _ in range(100):
+        for weight in (*weights.values(), low):
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        naive.step()
+    assert weights[NAMES[0]][0, 0].item() == pytest.approx(0.0099, abs=1e-6)
+    assert torch.equal(low.detach(), before)
+
+
+def test_what_trains() -> None:
+    assert trainable_names(config(), NAMES, LINEARS) == set(NAMES)
+    assert trainable_names(config(trainable="linears"), NAMES, LINEARS) == {f"{name}.weight" for name in LINEARS}
+    assert trainable_names(config(trainable=["*norm*", "*up_proj*"]), NAMES, LINEARS) == {NAMES[1], NAMES[3]}
+    with pytest.raises(UsageError, match=r"train.trainable: pattern '\*.attn.\*' matches no trainable parameter"):
+        check_patterns(config(trainable=["*.attn.*"]), NAMES, LINEARS)
+    with pytest.raises(UsageError, match=r"train.lr_scale: pattern '\*embed\*' matches no trainable parameter"):
+        check_patterns(config(trainable="linears", lr_scale={"*embed*": 0.1}), NAMES, LINEARS)
+
+
+def test_lr_scale_multiplies_the_schedule_and_the_first_match_counts() -> None:
+    weights = masters(frozen=(NAMES[3],))
+    optimizer = make_optimizer(config(lr=0.5, lr_scale={"*up_proj*": 0.1, "*.mlp.*": 2.0}), weights)
+    set_learning_rate(optimizer, 0.25)
+    rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    assert [rates.get(id(weights[name])) for name in NAMES] == [0.25, 0.025, 0.5, None]
+
+
+def test_the_plain_case_is_one_group() -> None:
+    (group,) = parameter_groups(config(), masters())
+    assert len(group["params"]) == 4
+    assert group["lr_scale"] == 1.0
+
+
+def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UsageError, match=r"needs torchao: pip install 'nvfp4-qad\[optim\]'"):
+        make_optimizer(config(optimizer="adamw8bit"), masters())
