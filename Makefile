@@ -37,8 +37,9 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet qad export harness reports
 
-bench: setup
+bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/fake_quantize.py
+	$(BIN)/python tests/bench/step.py $(MODEL)
 
 # Not yet run to its end. Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.
