@@ -9,7 +9,8 @@ The format (OCP MX style, NVIDIA variant)
                   *decode* scale: value = element * (block_scale * global_scale).
 
 Two rules, because two parties quantize
-    Weights are quantized by us and follow ModelOpt's max-calibrated export: `quantize`, `fake_quantize`.
+    Weights are quantized by us and follow ModelOpt's max-calibrated export: `quantize`, `fake_quantize`. Their block
+    scales are dynamic (a function of the weight) or given: frozen, found once by `qad.scale_search`.
     Activations are quantized by the engine and follow vLLM's reference: `fake_quantize_activation`.
 
 Rounding is to nearest, ties to even, everywhere. A negative value that rounds to zero keeps its sign
@@ -32,6 +33,7 @@ from qad.compiled import compiled
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
+E2M1_OVERFLOW = 7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more than rounding
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -60,6 +62,21 @@ class QuantizedTensor:
         return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenScales:
+    """Scales of a weight [..., K] that stay as they are while the weight trains.
+
+    block_scale   float8_e4m3fn  [..., K/16]  positive and finite, 1.0 for a zero block
+    global_scale  float32        []           shared by the scale group
+    """
+
+    block_scale: Tensor
+    global_scale: Tensor
+
+    def to(self, device: torch.device | str) -> FrozenScales:
+        return FrozenScales(self.block_scale.to(device), self.global_scale.to(device))
+
+
 # --- elements and scales -------------------------------------------------------------------------
 
 
@@ -69,7 +86,7 @@ def _round_to_e2m1(magnitude: Tensor) -> Tensor:
     return torch.round(magnitude / step) * step
 
 
-def _round_to_e4m3(value: Tensor) -> Tensor:
+def round_to_e4m3(value: Tensor) -> Tensor:
     """FP32 values in [0, 448] -> the nearest E4M3FN value as FP32, ties to even.
 
     Three mantissa bits: one ulp is 2**(exponent - 3), and 2**-9 for everything below 2**-6. Arithmetic
@@ -81,7 +98,7 @@ def _round_to_e4m3(value: Tensor) -> Tensor:
     return torch.round(value / ulp) * ulp
 
 
-def _blocks(tensor: Tensor) -> Tensor:
+def as_blocks(tensor: Tensor) -> Tensor:
     """[..., K] -> [rows * K/16, 16], a view where the layout allows."""
     return tensor.reshape(-1, BLOCK_SIZE)
 
@@ -96,22 +113,24 @@ def _require_blocks(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{what} has dtype {tensor.dtype}: NVFP4 quantizes BF16, FP16 or FP32.")
 
 
-def global_scale_from_amax(amax: Tensor | float) -> Tensor:
-    """FP32 decode scale of a scale group: amax / (6 * 448).
+def global_scale_from_amax(amax: Tensor | float, block_scale_max: float = E4M3_MAX) -> Tensor:
+    """FP32 decode scale of a scale group: amax / (6 * 448), so that the block scale of the largest value is 448.
+
+    `block_scale_max`: another block scale for the largest value; four-over-six takes 256.
 
     An amax so small that the scale would be zero or subnormal (below 3.2e-35, so that its reciprocal could
     overflow in an engine) gives the scale of amax 1.0; see `is_degenerate`. NaN and Inf pass through and are
     refused by `quantize`.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32)
-    scale = amax / (E2M1_MAX * E4M3_MAX)
-    return torch.where(scale < _FP32_TINY, torch.full_like(scale, 1.0) / (E2M1_MAX * E4M3_MAX), scale)
+    scale = amax / (E2M1_MAX * block_scale_max)
+    return torch.where(scale < _FP32_TINY, torch.full_like(scale, 1.0) / (E2M1_MAX * block_scale_max), scale)
 
 
-def is_degenerate(amax: Tensor | float) -> bool:
+def is_degenerate(amax: Tensor | float, block_scale_max: float = E4M3_MAX) -> bool:
     """True where `global_scale_from_amax` had to replace the scale although the group is not all zero."""
     amax = torch.as_tensor(amax, dtype=torch.float32)
-    return bool((amax > 0) & (amax / (E2M1_MAX * E4M3_MAX) < _FP32_TINY))
+    return bool((amax > 0) & (amax / (E2M1_MAX * block_scale_max) < _FP32_TINY))
 
 
 def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
@@ -119,10 +138,10 @@ def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
     block_amax = weight_B16.abs().amax(dim=-1, keepdim=True)
     raw = block_amax / (E2M1_MAX * global_scale)
     raw = torch.where(raw == 0, 1.0, raw)
-    return _round_to_e4m3(raw.clamp(E4M3_MIN, E4M3_MAX))
+    return round_to_e4m3(raw.clamp(E4M3_MIN, E4M3_MAX))
 
 
-def _weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
+def weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
     """|w| in units of the ROUNDED scale, saturated and rounded to E2M1."""
     return _round_to_e2m1((weight_B16.abs() / decode_scale).clamp(max=E2M1_MAX))
 
@@ -130,42 +149,65 @@ def _weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def _quantize_blocks(weight_B16: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    weight_B16 = weight_B16.float()
-    block_scale = _weight_block_scale(weight_B16, global_scale)
-    magnitude = _weight_magnitude(weight_B16, block_scale * global_scale)
+def _encode(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
+    """FP32 weights -> packed bytes [blocks, 8]."""
+    magnitude = weight_magnitude(weight_B16, decode_scale_B1)
     index = torch.where(magnitude < 2.0, magnitude * 2, torch.where(magnitude < 4.0, magnitude + 2, magnitude / 2 + 4))
     codes = index.to(torch.uint8) | ((weight_B16 < 0).to(torch.uint8) << 3)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return packed, block_scale.squeeze(-1)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _round_trip(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
+    """FP32 weights -> the FP32 values of their codes."""
+    value = weight_magnitude(weight_B16, decode_scale_B1) * decode_scale_B1
+    return torch.where(weight_B16 < 0, -value, value)
+
+
+def _quantize_blocks(weight_B16: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    weight_B16 = weight_B16.float()
+    block_scale_B1 = _weight_block_scale(weight_B16, global_scale)
+    return _encode(weight_B16, block_scale_B1 * global_scale), block_scale_B1.squeeze(-1)
+
+
+def _quantize_frozen_blocks(weight_B16: Tensor, global_scale: Tensor, block_scale_B1: Tensor) -> Tensor:
+    return _encode(weight_B16.float(), block_scale_B1 * global_scale)
 
 
 def _fake_quantize_blocks(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
     dtype = weight_B16.dtype
     weight_B16 = weight_B16.float()
-    decode_scale = _weight_block_scale(weight_B16, global_scale) * global_scale
-    value = _weight_magnitude(weight_B16, decode_scale) * decode_scale
-    return torch.where(weight_B16 < 0, -value, value).to(dtype)
+    return _round_trip(weight_B16, _weight_block_scale(weight_B16, global_scale) * global_scale).to(dtype)
 
 
-def quantize(weight: Tensor, global_scale: Tensor | None = None) -> QuantizedTensor:
-    """Quantize a weight [..., K] (BF16, FP16 or FP32) with dynamic block scales.
+def _fake_quantize_frozen_blocks(weight_B16: Tensor, global_scale: Tensor, block_scale_B1: Tensor) -> Tensor:
+    return _round_trip(weight_B16.float(), block_scale_B1 * global_scale).to(weight_B16.dtype)
+
+
+def quantize(
+    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantize a weight [..., K] (BF16, FP16 or FP32) with dynamic block scales, or with the given ones.
 
     `global_scale`: FP32 scalar shared by the weight's scale group; None: the weight is a group of its own.
-    Raises ValueError for K not divisible by 16, and for NaN or Inf, naming the first bad index.
+    `block_scale`: frozen, float8_e4m3fn [..., K/16], only together with its global scale; what exceeds it saturates at 6.
+    Raises ValueError for K not divisible by 16, for NaN or Inf, naming the first bad index, and for block scales of
+    another shape or dtype, or that are not positive and finite.
     """
     _require_blocks(weight, "weight")
     amax = weight.abs().amax().float()
     if not torch.isfinite(amax):
         index = tuple(int(i) for i in (~torch.isfinite(weight)).nonzero()[0])
         raise ValueError(f"weight holds {weight[index].item()} at index {index}: NVFP4 has no NaN and no Inf.")
-    scale = global_scale_from_amax(amax) if global_scale is None else _scalar(global_scale, weight.device)
-    packed, block_scale = compiled(_quantize_blocks, weight)(_blocks(weight), scale)
-    return QuantizedTensor(
-        packed=packed.reshape(*weight.shape[:-1], -1),
-        block_scale=block_scale.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1),
-        global_scale=scale,
-    )
+    if block_scale is None:
+        scale = global_scale_from_amax(amax) if global_scale is None else _scalar(global_scale, weight.device)
+        packed, values = compiled(_quantize_blocks, weight)(as_blocks(weight), scale)
+        block_scale = values.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1)
+    else:
+        scale, values = _frozen(weight, global_scale, block_scale)
+        if not ((values > 0) & (values <= E4M3_MAX)).all():
+            raise ValueError("a frozen block scale is zero, negative or NaN: find the scales again")
+        packed = compiled(_quantize_frozen_blocks, weight)(as_blocks(weight), scale, values)
+    return QuantizedTensor(packed.reshape(*weight.shape[:-1], -1), block_scale, scale)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -173,20 +215,45 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     values = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], device=q.packed.device)
     element = values[unpack(q.packed).long()]
     decode_scale = q.block_scale.float() * q.global_scale
-    return (_blocks(element) * decode_scale.reshape(-1, 1)).reshape(q.shape).to(dtype)
+    return (as_blocks(element) * decode_scale.reshape(-1, 1)).reshape(q.shape).to(dtype)
 
 
-def fake_quantize(weight: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    """dequantize(quantize(weight)) in one fused pass, in the weight's dtype, with a straight-through gradient.
+def fake_quantize(
+    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None
+) -> Tensor:
+    """dequantize(quantize(weight, ...)) in one fused pass, in the weight's dtype, with a straight-through gradient.
 
     The gradient is the identity everywhere, also on and beyond the saturation bound. NaN stays NaN.
-    Raises ValueError for K not divisible by 16.
+    Raises ValueError for K not divisible by 16, and for block scales of another shape or dtype.
     """
     _require_blocks(weight, "weight")
+    if block_scale is not None:
+        scales = _frozen(weight, global_scale, block_scale)
+        return _StraightThrough.apply(weight, _fake_quantize_frozen_blocks, *scales)
     if global_scale is None:
         global_scale = global_scale_from_amax(weight.detach().abs().amax().float())
-    scale = _scalar(global_scale, weight.device)
-    return _StraightThrough.apply(weight, _fake_quantize_blocks, scale)
+    return _StraightThrough.apply(weight, _fake_quantize_blocks, _scalar(global_scale, weight.device))
+
+
+def _frozen(weight: Tensor, global_scale: Tensor | None, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 values of given scales on the weight's device: global [], block [blocks, 1]."""
+    expected = (*weight.shape[:-1], weight.shape[-1] // BLOCK_SIZE)
+    if tuple(block_scale.shape) != expected or block_scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"block scales are {block_scale.dtype} {tuple(block_scale.shape)}, "
+            f"a weight {tuple(weight.shape)} has torch.float8_e4m3fn {expected}"
+        )
+    if global_scale is None:
+        raise ValueError("block scales mean nothing without the global scale they were found with: give both")
+    return _scalar(global_scale, weight.device), block_scale.to(weight.device).float().reshape(-1, 1)
+
+
+def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
+    """Blocks that their frozen scale cuts off: an element is 7 or more in units of its scale, where an unlimited
+    E2M1 would go on to 8. Bool [..., K/16]."""
+    global_scale, values_B1 = _frozen(weight, scales.global_scale, scales.block_scale)
+    amax_B1 = as_blocks(weight.detach()).abs().amax(dim=-1, keepdim=True).float()
+    return (amax_B1 / (values_B1 * global_scale) >= E2M1_OVERFLOW).reshape(scales.block_scale.shape)
 
 
 # --- activations ---------------------------------------------------------------------------------
@@ -198,7 +265,7 @@ def _fake_quantize_activation_blocks(x_B16: Tensor, input_scale: Tensor) -> Tens
     encode_scale = 1.0 / input_scale
     block_amax = x_B16.abs().amax(dim=-1, keepdim=True)
     # The amax is not negative, so vLLM's lower clamp at -448 is moot.
-    scale = _round_to_e4m3((encode_scale * (block_amax * _ONE_SIXTH)).clamp(max=E4M3_MAX))
+    scale = round_to_e4m3((encode_scale * (block_amax * _ONE_SIXTH)).clamp(max=E4M3_MAX))
     scaled = x_B16.abs() * _reciprocal(scale * _reciprocal(encode_scale))
     value = _round_to_e2m1(scaled.clamp(max=E2M1_MAX)) * (scale / encode_scale)
     return torch.where(x_B16 < 0, -value, value).to(dtype)
@@ -224,19 +291,20 @@ def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
 def saturated_blocks(x: Tensor, input_scale: Tensor) -> Tensor:
     """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar."""
     limit = input_scale.float() * (E2M1_MAX * E4M3_MAX)
-    return (_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
+    return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
 
 class _StraightThrough(torch.autograd.Function):
-    """y = kernel(x, scale), dy/dx = 1."""
+    """y = kernel(x, *scales), dy/dx = 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: Any, scale: Tensor) -> Tensor:
-        return compiled(kernel, x)(_blocks(x.detach()), scale).reshape(x.shape)
+    def forward(ctx: Any, x: Tensor, kernel: Any, *scales: Tensor) -> Tensor:
+        ctx.scales = len(scales)
+        return compiled(kernel, x)(as_blocks(x.detach()), *scales).reshape(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return grad_outputs[0], None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad_outputs[0], None, *[None] * ctx.scales)
 
 
 def _scalar(scale: Tensor, device: torch.device) -> Tensor:

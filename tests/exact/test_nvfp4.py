@@ -121,7 +121,7 @@ def test_scales_round_to_nearest_even_like_ml_dtypes() -> None:
     exact = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     mid = (exact[1:] + exact[:-1]) / 2
     raw = np.concatenate([mid, np.nextafter(mid, np.float32(0)), np.nextafter(mid, np.float32(999)), exact])
-    ours = nvfp4._round_to_e4m3(torch.from_numpy(raw))
+    ours = nvfp4.round_to_e4m3(torch.from_numpy(raw))
     assert np.array_equal(ours.numpy(), raw.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
