@@ -104,7 +104,8 @@ def _quantized(arm: Arm, selection: Selection, layout: Layout, group: tuple[str,
 
     def make() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for module, q in quantize_group({m: arm.weight(f"{m}.weight") for m in group}).items():
+        weights = {module: arm.weight(f"{module}.weight") for module in group}
+        for module, q in quantize_group(weights, arm.frozen_scales(group)).items():
             tensors |= layout.tensors(module, q, arm.input_scales.get(module))
         for unit in plain:
             tensors |= unit.make()
@@ -135,19 +136,5 @@ def _require_fitting(arm: Arm) -> Selection:
             raise ArtifactError(
                 f"{arm.folder} trained {name} {list(trained)}, which {arm.source.folder} does not hold: make the arm again"
             )
-    _require_input_scales(arm, selection)
+    arm.require_input_scales()
     return selection
-
-
-def _require_input_scales(arm: Arm, selection: Selection) -> None:
-    if not selection.quantizes_activations:
-        return
-    for group in selection.groups:
-        scales = {module: arm.input_scales.get(module) for module in group}
-        for module, scale in scales.items():
-            if scale is None:
-                raise ArtifactError(f"{arm.folder} has no input scale for {module}: calibrate again")
-            if scale.numel() != 1 or not (torch.isfinite(1 / scale.float()) and scale > 0):
-                raise ArtifactError(f"input scale of {module} is {scale.tolist()}: calibrate again on other text")
-        if len({float(scale) for scale in scales.values() if scale is not None}) > 1:
-            raise ArtifactError(f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again")

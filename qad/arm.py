@@ -1,9 +1,11 @@
 """An arm: one way to treat the source model. BF16, PTQ and QAD are the same kind of folder, so nothing downstream
 branches on where a checkpoint came from.
 
-    arm.json             name, source (path, digest, display name), compute dtype
+    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), what was counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   MODULE.input_scale, FP32 scalars, one per quantized module (W4A4 only)
+    frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per quantized module;
+                         absent where weight scales are dynamic
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
 
 An arm overlays the source: a tensor it holds replaces the source's, everything else is the source's.
@@ -15,8 +17,9 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +34,9 @@ from qad.selection import Selection
 from qad.source import Checkpoint, open_checkpoint
 
 KIND = "arm"
+DYNAMIC = "dynamic"
 _ROWS_ELEMENTS = 1 << 22  # weights quantized at a time, some 100 MB of FP32 intermediates
+_NONE_FROZEN: Mapping[str, nvfp4.FrozenScales] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,46 +74,140 @@ class Arm:
         """True where the arm holds weights of its own."""
         return bool(self._overlay)
 
+    def require_input_scales(self) -> None:
+        """Raises ArtifactError where activations are quantized and a module has no input scale, one that no engine can
+        use, or another one than its scale group."""
+        if self.selection is None or not self.selection.quantizes_activations:
+            return
+        for group in self.selection.groups:
+            scales = {module: self.input_scales.get(module) for module in group}
+            for module, scale in scales.items():
+                if scale is None:
+                    raise ArtifactError(f"{self.folder} has no input scale for {module}: calibrate again")
+                if scale.numel() != 1 or not (torch.isfinite(1 / scale.float()) and scale > 0):
+                    raise ArtifactError(f"input scale of {module} is {scale.tolist()}: calibrate again on other text")
+            if len({float(scale) for scale in scales.values() if scale is not None}) > 1:
+                raise ArtifactError(
+                    f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again"
+                )
+
+    @property
+    def scales(self) -> str:
+        """How weight scales come about: `dynamic`, or the strategy that found the frozen ones."""
+        return str(self.facts.get("scales", DYNAMIC))
+
+    def frozen_scales(self, group: Sequence[str]) -> dict[str, nvfp4.FrozenScales]:
+        """Frozen scales of the selected members of a scale group; empty where scales are dynamic.
+
+        Raises ArtifactError where a module has none, or has such as no engine can use.
+        """
+        if self.scales == DYNAMIC or self.selection is None:
+            return {}
+        found: dict[str, nvfp4.FrozenScales] = {}
+        with safe_open(self.folder / "frozen.safetensors", framework="pt") as file:
+            stored = set(file.keys())
+            for module in group:
+                shape = self.selection.modules.get(module)
+                if shape is None:
+                    continue
+                names = (f"{module}.block_scale", f"{module}.global_scale")
+                if not stored.issuperset(names):
+                    raise ArtifactError(f"{self.folder} has no frozen scales for {module}: make the PTQ arm again")
+                found[module] = nvfp4.FrozenScales(*(file.get_tensor(name) for name in names))
+                if not _usable(found[module], shape):
+                    raise ArtifactError(
+                        f"the frozen scales of {module} in {self.folder} are no scales: make the PTQ arm again"
+                    )
+        if len({float(scales.global_scale) for scales in found.values()}) > 1:
+            raise ArtifactError(
+                f"frozen global scales of {', '.join(found)} differ, but engines fuse them: make the PTQ arm again"
+            )
+        return found
+
     def quantized(self) -> Iterator[dict[str, nvfp4.QuantizedTensor]]:
         """The quantized form, one scale group at a time: module name -> tensor."""
         if self.selection is None:
             return
         for group in self.selection.groups:
-            yield quantize_group({name: self.weight(f"{name}.weight") for name in group})
+            yield quantize_group({name: self.weight(f"{name}.weight") for name in group}, self.frozen_scales(group))
 
 
-def group_global_scale(weights: dict[str, Tensor]) -> Tensor:
+def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
+    block_scale, global_scale = scales.block_scale, scales.global_scale
+    n, k = shape
+    if block_scale.dtype != torch.float8_e4m3fn or tuple(block_scale.shape) != (n, k // nvfp4.BLOCK_SIZE):
+        return False
+    byte = block_scale.view(torch.uint8)
+    if int(byte.min()) == 0 or int(byte.max()) > 0x7E:  # zero; NaN and negative
+        return False
+    finite = global_scale.numel() == 1 and bool(torch.isfinite(global_scale) & torch.isfinite(1 / global_scale))
+    return finite and global_scale.dtype == torch.float32 and bool(global_scale > 0)
+
+
+def group_global_scale(weights: Mapping[str, Tensor]) -> Tensor:
     """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
     `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
     return nvfp4.global_scale_from_amax(_group_amax(weights))
 
 
-def _group_amax(weights: dict[str, Tensor]) -> Tensor:
+def _group_amax(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([weight.detach().abs().amax().float() for weight in weights.values()]).amax()
 
 
-def quantize_group(weights: dict[str, Tensor]) -> dict[str, nvfp4.QuantizedTensor]:
-    """Quantize the members of one scale group. Raises SourceError naming module and index for NaN or Inf; warns where
-    the group's values are too small for a normal scale, so that all of them become zero."""
-    amax = _group_amax(weights)
-    scale = nvfp4.global_scale_from_amax(amax)
-    if nvfp4.is_degenerate(amax):
-        warnings.warn(f"{', '.join(weights)}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
+def _group_scales(
+    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales]
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Module name -> (global scale, frozen block scales or None): the one place that decides between the two kinds."""
+    loose = {name: weight for name, weight in weights.items() if name not in frozen}
+    shared = group_global_scale(loose) if loose else None
+    scales: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name in weights:
+        if name in frozen:
+            scales[name] = (frozen[name].global_scale, frozen[name].block_scale)
+        else:
+            assert shared is not None
+            scales[name] = (shared, None)
+    return scales
+
+
+def fake_quantize_group(
+    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN
+) -> Iterator[tuple[str, Tensor]]:
+    """What `quantize_group` would store, decoded, one member at a time, in the weights' dtype: (module name, weight)."""
+    for name, scales in _group_scales(weights, frozen).items():
+        yield name, nvfp4.fake_quantize(weights[name], *scales)
+
+
+def quantize_group(
+    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN
+) -> dict[str, nvfp4.QuantizedTensor]:
+    """Quantize the members of one scale group, those in `frozen` with their frozen scales.
+
+    Raises SourceError naming module and index for NaN or Inf; warns where the group's values are too small for a normal
+    scale, so that all of them become zero.
+    """
+    loose = {name: weight for name, weight in weights.items() if name not in frozen}
+    if loose and nvfp4.is_degenerate(_group_amax(loose)):
+        warnings.warn(f"{', '.join(loose)}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
     quantized = {}
-    for name, weight in weights.items():
+    for name, scales in _group_scales(weights, frozen).items():
         try:
-            quantized[name] = _quantize_rows(weight, scale)
+            quantized[name] = _quantize_rows(weights[name], *scales)
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
     return quantized
 
 
-def _quantize_rows(weight: Tensor, scale: Tensor) -> nvfp4.QuantizedTensor:
+def _quantize_rows(weight: Tensor, scale: Tensor, block_scale: Tensor | None) -> nvfp4.QuantizedTensor:
     """Blocks do not see each other, so rows are taken a few at a time: a tenth of the memory, and faster."""
     rows = max(1, _ROWS_ELEMENTS // max(1, weight.shape[-1]))
-    if weight.dim() != 2 or weight.shape[0] <= rows or not torch.isfinite(scale):
-        return nvfp4.quantize(weight, scale)  # NaN or Inf: refused there, with its index in the whole weight
-    parts = [nvfp4.quantize(part, scale) for part in weight.split(rows)]
+    if weight.dim() != 2 or weight.shape[0] <= rows or not torch.isfinite(weight.abs().amax()):
+        return nvfp4.quantize(
+            weight, scale, block_scale
+        )  # NaN or Inf: refused there, with its index in the whole weight
+    chunks = weight.split(rows)
+    given = [None] * len(chunks) if block_scale is None else block_scale.split(rows)
+    parts = [nvfp4.quantize(chunk, scale, scales) for chunk, scales in zip(chunks, given, strict=True)]
     packed, block_scale = (torch.cat([getattr(part, field) for part in parts]) for field in ("packed", "block_scale"))
     return nvfp4.QuantizedTensor(packed, block_scale, scale)
 
@@ -120,23 +219,34 @@ def write_arm(
     selection: Selection | None,
     input_scales: dict[str, Tensor],
     weights: dict[str, Tensor] | None = None,
+    *,
+    scales: str = DYNAMIC,
+    frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
     **facts: Any,
 ) -> None:
-    """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve."""
+    """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve.
+    `frozen`: of every selected module, where `scales` names a strategy."""
+    assert (scales == DYNAMIC) == (not frozen)
     described = {"path": str(source.folder), "digest": source.digest, "name": source.display_name}
-    (folder / "arm.json").write_text(json.dumps({"name": name, "source": described, **facts}, indent=1) + "\n")
+    (folder / "arm.json").write_text(
+        json.dumps({"name": name, "source": described, "scales": scales, **facts}, indent=1) + "\n"
+    )
     if selection is not None:
         (folder / "selection.json").write_text(json.dumps(selection.to_json(), indent=1) + "\n")
     if input_scales:
-        scales = {f"{module}.input_scale": scale.reshape(()).clone() for module, scale in input_scales.items()}
-        save_file(scales, folder / "scales.safetensors", metadata={"format": "pt"})
+        calibrated = {f"{module}.input_scale": scale.reshape(()).clone() for module, scale in input_scales.items()}
+        save_file(calibrated, folder / "scales.safetensors", metadata={"format": "pt"})
+    if frozen:
+        stored = {f"{module}.block_scale": found.block_scale.cpu() for module, found in frozen.items()}
+        stored |= {f"{module}.global_scale": found.global_scale.cpu().clone() for module, found in frozen.items()}
+        save_file(stored, folder / "frozen.safetensors", metadata={"format": "pt"})
     if weights is not None:
         contiguous = {key: weight.detach().contiguous() for key, weight in weights.items()}
         save_file(contiguous, folder / "weights.safetensors", metadata={"format": "pt"})
 
 
 def open_arm(folder: Path) -> Arm:
-    """Raises ArtifactError where the folder is no finished arm or its source has changed since."""
+    """Raises ArtifactError where the folder is no finished arm, its source has changed since, or it lacks frozen scales."""
     open_artifact(folder, KIND)
     facts = json.loads((folder / "arm.json").read_text(encoding="utf-8"))
     source = open_checkpoint(facts["source"]["path"])
@@ -146,4 +256,7 @@ def open_arm(folder: Path) -> Arm:
     selection = Selection.from_json(json.loads(selection_path.read_text())) if selection_path.is_file() else None
     scales = load_file(scales_path) if scales_path.is_file() else {}
     input_scales = {name.removesuffix(".input_scale"): scale for name, scale in scales.items()}
-    return Arm(folder, facts["name"], source, selection, input_scales, facts)
+    arm = Arm(folder, facts["name"], source, selection, input_scales, facts)
+    if arm.scales != DYNAMIC and not (folder / "frozen.safetensors").is_file():
+        raise ArtifactError(f"{folder} has {arm.scales} scales, but no frozen.safetensors: make the PTQ arm again")
+    return arm

@@ -61,17 +61,22 @@ class DataSource(_Strict):
 
 
 class Quantize(_Strict):
-    """format: NVFP4 (W4A4) or W4A16_NVFP4. include / exclude: globs on full module names."""
+    """format: NVFP4 (W4A4) or W4A16_NVFP4. include / exclude: globs on full module names.
+
+    scales of weights: `dynamic` follow the weights as they train; `mse` and `four_over_six` are found once in calibration
+    and frozen (see qad.scale_search).
+    """
 
     format: Literal["NVFP4", "W4A16_NVFP4"] = "NVFP4"
     include: list[str] = ["*"]
     exclude: list[str] = []
-    scales: Literal["dynamic"] = "dynamic"
+    scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
     kv_cache: Literal["off"] = "off"
 
 
 class Calibrate(_Strict):
-    """samples sequences of seq_len tokens; headroom multiplies the calibrated amax of activations."""
+    """samples sequences of seq_len tokens; headroom multiplies the calibrated amax of activations: above 1,
+    inputs larger than any seen in calibration find room, and small ones lose resolution."""
 
     data: DataSource
     samples: Positive = 512

@@ -33,7 +33,9 @@ from qad.compiled import compiled
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
-E2M1_OVERFLOW = 7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more than rounding
+E2M1_OVERFLOW = (
+    7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more than rounding
+)
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -183,9 +185,7 @@ def _fake_quantize_frozen_blocks(weight_B16: Tensor, global_scale: Tensor, block
     return _round_trip(weight_B16.float(), block_scale_B1 * global_scale).to(weight_B16.dtype)
 
 
-def quantize(
-    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None
-) -> QuantizedTensor:
+def quantize(weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None) -> QuantizedTensor:
     """Quantize a weight [..., K] (BF16, FP16 or FP32) with dynamic block scales, or with the given ones.
 
     `global_scale`: FP32 scalar shared by the weight's scale group; None: the weight is a group of its own.
@@ -218,9 +218,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     return (as_blocks(element) * decode_scale.reshape(-1, 1)).reshape(q.shape).to(dtype)
 
 
-def fake_quantize(
-    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None
-) -> Tensor:
+def fake_quantize(weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None) -> Tensor:
     """dequantize(quantize(weight, ...)) in one fused pass, in the weight's dtype, with a straight-through gradient.
 
     The gradient is the identity everywhere, also on and beyond the saturation bound. NaN stays NaN.

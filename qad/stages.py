@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from qad.arm import KIND, open_arm, write_arm
+from qad.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.calibrate import calibrate
+from qad.compiled import compilation
 from qad.config import Method, Recipe
 from qad.errors import SourceError, UsageError
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
+from qad.nvfp4 import FrozenScales
 from qad.objective import Objective, shared_vocabulary
 from qad.optim import check_patterns, trainable_names
 from qad.packing import Windows, pack
+from qad.scale_search import search_scales
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
 from qad.state import discard_state
@@ -29,6 +32,7 @@ from qad.text import Document, documents, require_disjoint
 from qad.train import Trainer
 
 METRICS = "metrics.jsonl"
+_COMPILE_FROM = 1 << 24  # weights searched; a compiler that starts cold costs more than it saves below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +135,7 @@ def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
 
 
 def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
-    """Calibrate the unquantized model; its weights stay the source's."""
+    """Calibrate the unquantized model and find the weight scales that are to be frozen; its weights stay the source's."""
     windows = job.calibration_windows()
     section = job.recipe.section("calibrate")
     config = {"arm": "ptq", "quantize": job.recipe.section("quantize"), "calibrate": section, **job.compute}
@@ -144,9 +148,29 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
             model = load_model(job.source, job.dtype, job.device)
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
                 scales = calibrate(model, job.selection, windows, job.recipe.calibrate.headroom, bar.update)
-        write_arm(folder, "ptq", job.source, job.selection, scales, tokens={"calibration": windows.tokens})
+        write_arm(folder, "ptq", job.source, job.selection, scales, scales=job.recipe.quantize.scales,
+                  frozen=_frozen_scales(job), tokens={"calibration": windows.tokens})  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
+
+
+def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
+    """Of every selected module, found once per scale group; empty for dynamic scales."""
+    strategy = job.recipe.quantize.scales
+    if strategy == DYNAMIC:
+        return {}
+    size = {module: n * k for module, (n, k) in job.selection.modules.items()}
+    total = sum(size.values())
+    frozen: dict[str, FrozenScales] = {}
+    with (
+        compilation(True if total >= _COMPILE_FROM else None),
+        tqdm(total=total, unit="weight", unit_scale=True, desc=f"{strategy} scales", mininterval=2.0) as bar,
+    ):
+        for group in job.selection.groups:
+            weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
+            frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
+            bar.update(sum(size[module] for module in group))
+    return frozen
 
 
 def trained_arm(
@@ -188,7 +212,7 @@ def trained_arm(
         progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": train.tokens, "validation": validation.tokens}
         write_arm(folder, method, job.source, start.selection, start.input_scales, masters,
-                  training=progress, tokens=tokens)  # fmt: skip
+                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens)  # fmt: skip
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 

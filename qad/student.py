@@ -2,10 +2,11 @@
 
     masters (FP32)  --deploy-->  parameters (compute dtype)  --forward, backward-->  gradients  --STE-->  masters
 
-`deploy` decodes the quantized form of every selected weight (scales recomputed from the current masters, shared
-within a scale group) and rounds every other parameter to BF16, as the exporter will. Quantizing is thus done once a
-step, not once a call; the forward pass is that of the reloaded export, and the straight-through estimator is the
-statement that a master receives its deployed parameter's gradient. Gradients of micro-batches add up in FP32.
+`deploy` decodes the quantized form of every selected weight (scales shared within a scale group, recomputed from the
+current masters or, where the arm froze them, as they are) and rounds every other parameter to BF16, as the exporter
+will. Quantizing is thus done once a step, not once a call; the forward pass is that of the reloaded export, and the
+straight-through estimator is the statement that a master receives its deployed parameter's gradient. Gradients of
+micro-batches add up in FP32.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qad.arm import Arm, group_global_scale
+from qad.arm import Arm, fake_quantize_group
 from qad.errors import ArtifactError
 from qad.linear import NVFP4Linear, wrap_linears
-from qad.nvfp4 import fake_quantize
+from qad.nvfp4 import FrozenScales
+from qad.saturation import Saturation
 
 
 class Student:
@@ -28,7 +30,7 @@ class Student:
 
     It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights.
     `trainable`: names of the parameters that get gradients, None for all; the others stay as the arm has them.
-    Raises ArtifactError for an arm that quantizes nothing.
+    Raises ArtifactError for an arm that quantizes nothing, or that lacks a scale it needs.
     """
 
     def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
@@ -37,6 +39,7 @@ class Student:
         self.model: Any = model
         self.arm = arm
         self.selection = arm.selection
+        arm.require_input_scales()
         wrap_linears(model, {name: arm.input_scales.get(name) for name in self.selection.modules})
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
@@ -45,6 +48,11 @@ class Student:
             if trainable is None or name in trainable:
                 master.requires_grad_()
                 parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
+        self.frozen: dict[str, FrozenScales] = {}
+        for group in self.selection.groups:
+            for module, scales in arm.frozen_scales(group).items():
+                self.frozen[module] = scales.to(self.masters[f"{module}.weight"].device)
+        self.saturation = Saturation(arm, model, self.masters, self.frozen)
         self.deploy()
 
     def _to_master(self, name: str) -> Any:
@@ -62,11 +70,10 @@ class Student:
         parameters = dict(self.model.named_parameters())
         deployed: set[str] = set()
         for group in self.selection.groups:
-            weights = {f"{module}.weight": self.masters[f"{module}.weight"] for module in group}
-            scale = group_global_scale(weights)
-            for name, master in weights.items():
-                parameters[name].copy_(fake_quantize(master, scale))
-            deployed.update(weights)
+            weights = {module: self.masters[f"{module}.weight"] for module in group}
+            for module, decoded in fake_quantize_group(weights, self.frozen):
+                parameters[f"{module}.weight"].copy_(decoded)
+                deployed.add(f"{module}.weight")
         for name, parameter in parameters.items():
             if name not in deployed:
                 parameter.copy_(self.masters[name].to(torch.bfloat16))
@@ -97,11 +104,13 @@ class Student:
         deployed = dict(self.model.named_parameters())
         codes, elements = 0, 0
         for group in self.selection.groups:
-            start_weights = {f"{m}.weight": self.arm.weight(f"{m}.weight").float() for m in group}
-            scale = group_global_scale(start_weights)
-            for name, weight in start_weights.items():
-                value = deployed[name]
-                codes += int((fake_quantize(weight.to(value.device), scale).to(value.dtype) != value).sum())
+            start_weights = {
+                m: self.arm.weight(f"{m}.weight").to(device=self.masters[f"{m}.weight"].device, dtype=torch.float32)
+                for m in group
+            }
+            for module, decoded in fake_quantize_group(start_weights, self.frozen):
+                value = deployed[f"{module}.weight"]
+                codes += int((decoded.to(value.dtype) != value).sum())
                 elements += value.numel()
         return {"masters": changed / max(1, total), "deployed": codes / max(1, elements)}
 

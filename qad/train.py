@@ -30,6 +30,7 @@ from qad.config import Train
 from qad.objective import Objective
 from qad.optim import learning_rate, make_optimizer, set_learning_rate
 from qad.packing import Windows
+from qad.saturation import UNCOUNTED
 from qad.state import load_state, save_aside, save_state
 from qad.student import Student
 
@@ -38,7 +39,8 @@ _STUCK = 0.01  # share of moved masters below which nothing is learned; weights 
 
 @dataclasses.dataclass
 class Progress:
-    """What a run knows about itself besides masters and moments. KLs in nats per token."""
+    """What a run knows about itself besides masters and moments. KLs in nats per token; `saturation` is that of the
+    kept checkpoint (see qad.saturation)."""
 
     step: int = 0
     val_kl_start: float = math.inf
@@ -49,6 +51,7 @@ class Progress:
     steps_without_tokens: int = 0
     moved_masters: float | None = None
     moved_deployed: float | None = None
+    saturation: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
 
 class Trainer:
@@ -113,7 +116,8 @@ class Trainer:
         last = step == self.config.steps
         val_kl = self._validated() if step % self.config.validate_every == 0 or last else None
         self._record({"step": step, "tokens": step * self.config.tokens_per_step, "kl": loss, "lr": lr,
-                      "tokens_per_s": round(rate, 1), "val_kl": val_kl})  # fmt: skip
+                      "tokens_per_s": round(rate, 1), "val_kl": val_kl,
+                      **(UNCOUNTED if val_kl is None else self.student.saturation.shares)})  # fmt: skip
         if step % self.config.save_every == 0 or last:
             save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
@@ -143,19 +147,23 @@ class Trainer:
     def _validated(self, first: bool = False) -> float:
         """Validate the student as deployed, and keep the masters where they are the best so far."""
         self.student.quantize_inputs(True)
-        val_kl = self.objective.validation_kl(self.validation_windows)
+        with self.student.saturation.counting():
+            val_kl = self.objective.validation_kl(self.validation_windows)
+        shares = self.student.saturation.shares
         progress = self.progress
         progress.val_kl_last = val_kl
         if first:
             progress.val_kl_start = progress.val_kl_best = val_kl
+            progress.saturation = shares
             self.log.unlink(missing_ok=True)
             self._record({"step": 0, "tokens": 0, "kl": None, "lr": self.config.lr, "tokens_per_s": None,
-                          "val_kl": val_kl})  # fmt: skip
+                          "val_kl": val_kl, **shares})  # fmt: skip
             return val_kl
         self._watch_movement()
         progress.validations_since_best += 1
         if val_kl < progress.val_kl_best:
             progress.val_kl_best, progress.best_step, progress.validations_since_best = val_kl, progress.step, 0
+            progress.saturation = shares
             save_aside({name: master.detach() for name, master in self.student.masters.items()},
                        self.folder / "best.safetensors")  # fmt: skip
         return val_kl

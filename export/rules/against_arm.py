@@ -47,7 +47,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:
     weights = {module: arm.weight(f"{module}.weight") for module in group}
-    expected = quantize_group(weights)
+    expected = quantize_group(weights, arm.frozen_scales(group))
     for module, weight in weights.items():
         stored = QuantizedTensor(*(folder.get(f"{module}.{leaf}") for leaf in _LEAVES))
         if stored.shape != weight.shape:
