@@ -77,3 +77,13 @@ def test_blocks_above_the_calibrated_amax_saturate_and_are_counted() -> None:
     input_scale = nvfp4.global_scale_from_amax(1.0)
     assert nvfp4.fake_quantize_activation(x, input_scale)[1, 3].item() == pytest.approx(1.0)
     assert nvfp4.saturated_blocks(x, input_scale).item() == 1
+
+
+@exact
+def test_the_calibrated_amax_itself_does_not_count_and_what_is_an_ulp_of_bf16_above_does() -> None:
+    amax = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 100
+    for x in (amax, amax.bfloat16().float()):
+        for value in x[:500]:
+            block = torch.full((1, 16), value.item())
+            assert nvfp4.saturated_blocks(block, nvfp4.global_scale_from_amax(value)).item() == 0
+            assert nvfp4.saturated_blocks(block * (1 + 2.0**-8), nvfp4.global_scale_from_amax(value)).item() == 1

@@ -17,7 +17,7 @@ from qad.scale_search import STRATEGIES, search_scales
 pytestmark = pytest.mark.exact
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Thousands of eager calls on tiny tensors: a second thread only waits, the more so on a busy machine."""
     before = torch.get_num_threads()

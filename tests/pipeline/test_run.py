@@ -20,6 +20,7 @@ from qad.cli import main
 
 pytestmark = pytest.mark.pipeline
 
+SHARES = ("saturated_weight_share", "saturated_input_share")
 SENTENCES = [
     "The river runs past the mill {0}.",
     "A heron waits {0} for fish.",
@@ -82,7 +83,7 @@ def test_the_run_folder_is_the_contract(finished: tuple[Path, Path]) -> None:
         }  # fmt: skip
     assert {p.name for p in (run / "report").iterdir()} >= {"report.html", "report.md", "report.json"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [set(row) for row in rows] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl"}] * 13
+    assert [set(row) for row in rows] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl", *SHARES}] * 13
     assert not list(run.rglob("*.partial"))
     assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["lr"] == 1e-4
 

@@ -21,36 +21,41 @@ from qad.artifact import run_stage
 from qad.calibrate import AmaxObserver, group_input_scales
 from qad.linear import NVFP4Linear
 from qad.loader import DTYPES, load_model, load_skeleton, load_tokenizer
+from qad.scale_search import search_scales
 from qad.selection import select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
 
-FORMATS = ["NVFP4", "W4A16_NVFP4"]
+CASES = [("NVFP4", "dynamic"), ("W4A16_NVFP4", "dynamic"), ("NVFP4", "mse"), ("W4A16_NVFP4", "four_over_six")]
 
 
-def trained_arm(source: Checkpoint, folder: Path, format: str) -> Arm:
+def trained_arm(source: Checkpoint, folder: Path, format: str, strategy: str = "dynamic") -> Arm:
     """An arm whose FP32 masters are not BF16 numbers, with outliers, tiny blocks, zero blocks and a zero tensor."""
     selection = select(load_skeleton(source), format)
     model = load_model(source, "float32", "cpu")
     with AmaxObserver(model, list(selection.modules)) as observer, torch.no_grad():
         model(torch.arange(64)[None])
     scales = group_input_scales(observer.amax, selection, 1.0) if selection.quantizes_activations else {}
+    frozen = {}
+    for group in selection.groups if strategy != "dynamic" else ():
+        frozen |= search_scales({m: source.get(f"{m}.weight") for m in group}, strategy)
     g = torch.Generator().manual_seed(3)
     masters = {n: p.detach() * (1 + 0.01 * torch.randn(p.shape, generator=g)) for n, p in model.named_parameters()}
     masters["model.layers.0.mlp.down_proj.weight"][5, 7] = 3.0
     masters["model.layers.0.mlp.up_proj.weight"][:, 16:32] *= 1e-7
     masters["model.layers.1.mlp.up_proj.weight"][:, :16] = 0.0
     masters["model.layers.1.self_attn.o_proj.weight"].zero_()
-    run_stage("arm", folder, {}, {}, lambda f: write_arm(f, "qad", source, selection, scales, masters))
+    run_stage("arm", folder, {}, {}, lambda f: write_arm(
+        f, "qad", source, selection, scales, masters, scales=strategy, frozen=frozen))  # fmt: skip
     return open_arm(folder)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def exported(
     request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Arm, Path]:
     folder = tmp_path_factory.mktemp("law")
-    arm = trained_arm(open_checkpoint(tiny_llama_dir), folder / "arm", request.param)
+    arm = trained_arm(open_checkpoint(tiny_llama_dir), folder / "arm", *request.param)
     export_arm(arm.folder, folder / "out")
     return arm, folder / "out"
 
@@ -65,12 +70,14 @@ def test_every_tensor_decodes_to_the_fake_quantized_master(exported: tuple[Arm, 
     assert arm.selection is not None
     student = Student(arm, load_model(arm.source, "float32", "cpu"))
     parameters = dict(student.model.named_parameters())
+    frozen = {m: scales for group in arm.selection.groups for m, scales in arm.frozen_scales(group).items()}
+    assert bool(frozen) == (arm.scales != "dynamic")
     for module in arm.selection.modules:
         q = nvfp4.QuantizedTensor(
             *(stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2"))
         )
-        master = arm.weight(f"{module}.weight")
-        assert torch.equal(bits(nvfp4.dequantize(q)), bits(nvfp4.fake_quantize(master, q.global_scale)))
+        master, given = arm.weight(f"{module}.weight"), frozen[module].block_scale if frozen else None
+        assert torch.equal(bits(nvfp4.dequantize(q)), bits(nvfp4.fake_quantize(master, q.global_scale, given)))
         assert torch.equal(bits(nvfp4.dequantize(q)), bits(parameters[f"{module}.weight"].detach()))
     for name, parameter in parameters.items():
         if f"{name}_scale" not in stored:

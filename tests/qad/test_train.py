@@ -19,6 +19,7 @@ from qad.optim import learning_rate
 from qad.stages import prepare, ptq_arm, trained_arm
 from qad.train import Trainer
 
+SHARES = ("saturated_weight_share", "saturated_input_share")
 SENTENCES = [
     "The river runs past the mill {0}.",
     "A heron waits {0} for fish.",
@@ -79,7 +80,7 @@ def test_held_out_kl_falls_below_ptq_and_the_best_checkpoint_is_kept(trained: tu
 
 def test_metrics_have_the_documented_keys_and_count_tokens(trained: tuple[Arm, Path]) -> None:
     metrics = rows(trained[1] / "metrics.jsonl")
-    assert [set(r) for r in metrics] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl"}] * 41
+    assert [set(r) for r in metrics] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl", *SHARES}] * 41
     assert [r["tokens"] for r in metrics] == [128 * i for i in range(41)]
     assert all(r["kl"] >= 0 for r in metrics[1:])
 
