@@ -15,12 +15,15 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import export.writer as writer
+import qad.hf  # noqa: F401  (registers the loader)
 from export.check import check
 from export.safetensors_writer import write_file
 from export.store import Entry
 from export.writer import export_arm
+from qad import nvfp4
 from qad.arm import open_arm, quantize_group, write_arm
 from qad.artifact import run_stage
 from qad.errors import ArtifactError, SourceError, StorageError, UsageError
@@ -148,22 +151,64 @@ def test_fused_groups_share_scales_however_different_their_members(
 
 
 def test_zero_weights_export_with_normal_scales(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
+    """A5: a zero Linear, and one whose calibration input is all zero (o_proj behind a zero v_proj); A6: vanishing weights,
+    reported. Scales are normal, with finite reciprocals, and what is zero computes zero."""
     tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"].zero_()
-    tensors["model.layers.1.mlp.down_proj.weight"].fill_(1e-36)
+    down, v, o = "mlp.down_proj", "self_attn.v_proj", "self_attn.o_proj"
+    tensors[f"model.layers.0.{down}.weight"].zero_()
+    tensors[f"model.layers.0.{v}.weight"].zero_()
+    tensors[f"model.layers.1.{down}.weight"].fill_(1e-36)
+    tensors[f"model.layers.1.{o}.weight"].fill_(1e-39)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"
-    with pytest.warns(UserWarning, match=r"model\.layers\.1\.mlp\.down_proj: .* become zero"):
+    with (
+        pytest.warns(UserWarning, match=r"model\.layers\.1\.mlp\.down_proj: .* become zero"),
+        pytest.warns(UserWarning, match=r"model\.layers\.1\.self_attn\.o_proj: .* become zero"),
+    ):
         export_arm(build_arm(source, tmp_path / "arm"), out)
     stored = load_file(out / "model.safetensors")
-    for layer in (0, 1):
-        assert torch.isfinite(1 / stored[f"model.layers.{layer}.mlp.down_proj.weight_scale_2"])
-        assert (stored[f"model.layers.{layer}.mlp.down_proj.weight"] == 0).all()
+    for module in (f"model.layers.0.{down}", f"model.layers.1.{down}", f"model.layers.1.{o}", f"model.layers.0.{v}"):
+        assert torch.isfinite(1 / stored[f"{module}.weight_scale_2"])
+        assert (stored[f"{module}.weight"] == 0).all()
+    assert stored[f"model.layers.0.{o}.input_scale"].item() == torch.tensor(1 / 2688).item()
+    scales = [tensor for name, tensor in stored.items() if name.endswith(("weight_scale_2", "input_scale"))]
+    assert all(torch.isfinite(s) and s > 0 and torch.isfinite(1 / s) for s in scales)
     assert [f for f in check(out) if f.severity == "error"] == []
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    linear = model.get_submodule(f"model.layers.0.{down}")
+    assert (linear(torch.randn(3, 128)) == 0).all()
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+
+
+def test_zero_rows_export_without_nan_bytes_and_decode_to_zero(
+    source: Path, build_arm: BuildArm, tmp_path: Path
+) -> None:
+    """A1: rows and blocks of zeros in every Linear, next to ordinary ones."""
+    tensors = load_file(source / "model.safetensors")
+    arm = open_arm(build_arm(source, tmp_path / "plain"))
+    assert arm.selection is not None
+    for module in arm.selection.modules:
+        tensors[f"{module}.weight"][1], tensors[f"{module}.weight"][:, 16:32] = 0.0, 0.0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm"), out)
+    stored = load_file(out / "model.safetensors")
+    for module in arm.selection.modules:
+        byte = stored[f"{module}.weight_scale"].view(torch.uint8)
+        assert ((byte & 0x7F) != 0x7F).all()
+        assert (byte[1] == 0x38).all()
+        assert (byte[:, 1] == 0x38).all()
+        leaves = (stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2"))
+        decoded = nvfp4.dequantize(nvfp4.QuantizedTensor(*leaves))
+        assert torch.equal(decoded[1].view(torch.int32), torch.zeros(decoded.shape[1], dtype=torch.int32))
+        assert (decoded[:, 16:32] == 0).all()
+        assert decoded.count_nonzero() > 0
+    assert check(out) == []
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_nan_is_named_and_nothing_is_left(source: Path, build_arm: BuildArm, tmp_path: Path, name: str) -> None:
+    """A12."""
     arm = build_arm(source, tmp_path / "arm")
     masters = {n: t.float() for n, t in load_file(source / "model.safetensors").items()}
     masters[name][2, 3] = float("nan")

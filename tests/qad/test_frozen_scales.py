@@ -21,7 +21,7 @@ from qad.config import Recipe
 from qad.errors import ArtifactError
 from qad.loader import load_model
 from qad.scale_search import STRATEGIES, search_scales
-from qad.stages import Job, prepare, ptq_arm, qad_arm
+from qad.stages import Job, prepare, ptq_arm, trained_arm
 from qad.student import Student
 from qad.train import Trainer
 
@@ -65,7 +65,7 @@ def rows(path: Path) -> list[dict[str, float | None]]:
 
 def train(prepared: Job, folder: Path) -> Arm:
     ptq_arm(prepared, folder / "ptq")
-    qad_arm(prepared, folder / "ptq", folder / "qad", folder / "metrics.jsonl")
+    trained_arm(prepared, "qad", folder / "ptq", folder / "qad", folder / "metrics.jsonl")
     return open_arm(folder / "qad")
 
 
@@ -225,7 +225,7 @@ def test_resuming_without_a_scale_is_an_error(tiny_llama_dir: Path, text_file: P
         case "an input scale":
             without(ptq / "scales.safetensors", f"{UP}.input_scale")
     with pytest.raises(ArtifactError, match=r"frozen\.safetensors was removed|up_proj"):
-        qad_arm(prepared, ptq, tmp_path / "qad", tmp_path / "metrics.jsonl")
+        trained_arm(prepared, "qad", ptq, tmp_path / "qad", tmp_path / "metrics.jsonl")
     assert list((tmp_path / "qad.partial").glob("state-*"))  # nothing was lost, nothing was trained
     assert not (tmp_path / "qad").exists()
 
