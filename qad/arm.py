@@ -184,7 +184,7 @@ def quantize_group(
     """Quantize the members of one scale group, those in `frozen` with their frozen scales.
 
     Raises SourceError naming module and index for NaN or Inf; warns where the group's values are too small for a normal
-    scale, so that all of them become zero.
+    scale, so that all of them become zero, and where more than 1 % of the blocks outgrew their frozen scales.
     """
     loose = {name: weight for name, weight in weights.items() if name not in frozen}
     if loose and nvfp4.is_degenerate(_group_amax(loose)):
@@ -195,7 +195,20 @@ def quantize_group(
             quantized[name] = _quantize_rows(weights[name], *scales)
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
+    _warn_of_saturation({name: weight for name, weight in weights.items() if name in frozen}, frozen)
     return quantized
+
+
+def _warn_of_saturation(weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales]) -> None:
+    """A search by squared error cuts off fewer than 1 % of the blocks on purpose (.2 % of a language model's)."""
+    masks = [nvfp4.saturated_weight_blocks(weight, frozen[name]) for name, weight in weights.items()]
+    saturated, blocks = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+    if saturated > 0.01 * blocks:
+        warnings.warn(
+            f"{', '.join(weights)}: {saturated} of {blocks} blocks exceed their frozen scales and saturate: the weights "
+            "moved too far from those the scales were found for",
+            stacklevel=3,
+        )
 
 
 def _quantize_rows(weight: Tensor, scale: Tensor, block_scale: Tensor | None) -> nvfp4.QuantizedTensor:

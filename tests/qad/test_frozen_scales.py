@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ import qad.hf  # noqa: F401  (registers the loader)
 from export.check import check
 from export.writer import export_arm
 from qad import nvfp4
-from qad.arm import Arm, open_arm, quantize_group
-from qad.artifact import MANIFEST
+from qad.arm import KIND, Arm, open_arm, quantize_group, write_arm
+from qad.artifact import MANIFEST, run_stage
 from qad.config import Recipe
 from qad.errors import ArtifactError
 from qad.loader import load_model
@@ -288,7 +289,9 @@ def test_a_weight_that_trebles_is_recomputed_or_saturates_and_is_counted(
         for master in masters.values():
             master.mul_(3.0)
     student.deploy()
-    after = quantize_group(masters, student.frozen)
+    frozen = scales != "dynamic"
+    with pytest.warns(UserWarning, match=r"1024 of 1024 blocks") if frozen else contextlib.nullcontext():
+        after = quantize_group(masters, student.frozen)
     deployed = student.model.get_submodule(UP).weight.detach()
     assert torch.equal(deployed, nvfp4.dequantize(after[UP]))
     assert after[UP].global_scale == after[GATE].global_scale
@@ -312,6 +315,22 @@ def test_a_weight_that_trebles_is_recomputed_or_saturates_and_is_counted(
     assert error > 0.3
     with student.saturation.counting():  # warned once, not at each validation
         pass
+
+
+def test_an_export_of_weights_beyond_their_scales_counts_the_blocks_in_a_warning(trained: Path, tmp_path: Path) -> None:
+    """A1: the stored global amax is half the weight's; bytes stay below NaN and the file is whole."""
+    arm = open_arm(trained / "ptq")
+    assert arm.selection is not None
+    frozen = {m: scales for group in arm.selection.groups for m, scales in arm.frozen_scales(group).items()}
+    q = quantize_group({DOWN: arm.source.get(f"{DOWN}.weight")})[DOWN]
+    frozen[DOWN] = nvfp4.FrozenScales(q.block_scale, q.global_scale / 2)
+    run_stage(KIND, tmp_path / "arm", {}, {}, lambda f: write_arm(
+        f, "ptq", arm.source, arm.selection, arm.input_scales, scales=arm.scales, frozen=frozen))  # fmt: skip
+    with pytest.warns(UserWarning, match=rf"{DOWN}: 512 of 512 blocks exceed their frozen scales"):
+        export_arm(tmp_path / "arm", tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")[f"{DOWN}.weight_scale"].view(torch.uint8)
+    assert ((stored > 0) & (stored <= 0x7E)).all()
+    assert [f for f in check(tmp_path / "out") if f.severity == "error"] == []
 
 
 def test_what_the_search_cut_off_on_purpose_does_not_count(
