@@ -75,17 +75,6 @@ class Windows:
         """What a report says about them: tokens, positions in the loss, tokens by source."""
         return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources)}
 
-    def rows(self, index: slice | Tensor) -> Windows:
-        """Some of the windows, in the order of `index`."""
-        return Windows(
-            self.input_ids_ST[index], self.position_ids_ST[index], self.counted_ST[index], self.labels_ST[index]
-        )
-
-    def split(self, size: int) -> Iterator[Windows]:
-        """Consecutive groups of at most `size` windows: micro-batches."""
-        for start in range(0, len(self), size):
-            yield self.rows(slice(start, start + size))
-
     def indices(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
         """Which windows step 1, 2, ... sees, int64: a pure function of its arguments, so that a resumed run needs no state.
 
@@ -98,10 +87,6 @@ class Windows:
         first = place * batch_size + rank * (batch_size // ranks)
         order = torch.arange(len(self)) if epoch == 0 else _order(len(self), seed, epoch)
         return order[first : first + batch_size // ranks]
-
-    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Windows:
-        """The windows of a step; see `indices`."""
-        return self.rows(self.indices(step, batch_size, seed, rank, ranks))
 
     def padded(self, left: int, right: int, pad_id: int) -> Windows:
         """The same windows with `left` and `right` padding tokens at their sides. Each side is a document of its own (its
