@@ -19,7 +19,7 @@ from qad.text import Document
 
 
 def settings(**fields: Any) -> Generations:
-    return Generations(source="teacher", **{"length": 12, "batch_size": 4, **fields})
+    return Generations(source="teacher", **{"length": 5, "batch_size": 4, **fields})
 
 
 class Teacher:
@@ -58,28 +58,29 @@ def prompts(count: int) -> list[Document]:
 
 def test_from_bos_alone_enough_is_written_and_kept(tiny_llama_dir: Path, tmp_path: Path) -> None:
     teacher = Teacher(tiny_llama_dir, tmp_path)
-    docs = teacher(settings(), Need("train", 200))
+    docs = teacher(settings(), Need("train", 60))
     assert all(d.ids and d.ids[0] == teacher.tokenizer.bos_token_id and d.prompt == 1 for d in docs)
-    assert all(len(d.ids or ()) <= 13 for d in docs)
-    assert sum(len(d.ids or ()) for d in docs[:-1]) < 200 <= sum(len(d.ids or ()) for d in docs)
+    assert all(len(d.ids or ()) <= 6 for d in docs)
+    assert sum(len(d.ids or ()) for d in docs[:-1]) < 60 <= sum(len(d.ids or ()) for d in docs)
     assert len({d.key for d in docs}) == len(docs)
     rows = [json.loads(line) for line in (tmp_path / "train" / "documents.jsonl").read_text().splitlines()]
     assert [tuple(row["ids"]) for row in rows][: len(docs)] == [d.ids for d in docs]
     written = teacher.batches
-    assert teacher(settings(), Need("train", 200)) == docs
-    assert teacher(settings(), Need("train", 60)) == docs[: len(teacher(settings(), Need("train", 60)))]
+    assert teacher(settings(), Need("train", 60)) == docs
+    fewer = teacher(settings(), Need("train", 20))
+    assert fewer == docs[: len(fewer)] != docs
     assert teacher.batches == written  # reused, also for less
-    more = teacher(settings(), Need("train", 400))
+    more = teacher(settings(), Need("train", 120))
     assert more[: len(docs)] == docs  # and continued for more
     assert teacher.batches < 2 * written + 2
 
 
 def test_the_text_is_a_function_of_seed_role_and_prompt_not_of_the_batch(tiny_llama_dir: Path, tmp_path: Path) -> None:
-    need = Need("train", 250)
-    docs = Teacher(tiny_llama_dir, tmp_path / "a")(settings(batch_size=1), need, prompts(20))
-    assert Teacher(tiny_llama_dir, tmp_path / "b")(settings(batch_size=5), need, prompts(20)) == docs
-    assert Teacher(tiny_llama_dir, tmp_path / "c", seed=1)(settings(), need, prompts(20)) != docs
-    assert Teacher(tiny_llama_dir, tmp_path / "a")(settings(), Need("validation", 250), prompts(20)) != docs
+    need = Need("train", 130)
+    docs = Teacher(tiny_llama_dir, tmp_path / "a")(settings(batch_size=1), need, prompts(7))
+    assert Teacher(tiny_llama_dir, tmp_path / "b")(settings(batch_size=5), need, prompts(7)) == docs
+    assert Teacher(tiny_llama_dir, tmp_path / "c", seed=1)(settings(), need, prompts(7)) != docs
+    assert Teacher(tiny_llama_dir, tmp_path / "a")(settings(), Need("validation", 130), prompts(7)) != docs
 
 
 def test_prompts_are_the_first_tokens_of_texts_or_a_conversation_up_to_its_first_answer(tiny_llama_dir: Path) -> None:
@@ -100,7 +101,7 @@ def test_prompts_are_the_first_tokens_of_texts_or_a_conversation_up_to_its_first
 def test_a_prompt_is_kept_before_what_the_teacher_wrote(tiny_llama_dir: Path, tmp_path: Path) -> None:
     teacher = Teacher(tiny_llama_dir, tmp_path)
     given = {tuple(prompt_ids(teacher.tokenizer, d, 6)) for d in prompts(12)}
-    docs = teacher(settings(prompt_tokens=6), Need("train", 100), prompts(12))
+    docs = teacher(settings(prompt_tokens=6), Need("train", 30), prompts(12))
     assert {(d.ids or ())[: d.prompt] for d in docs} <= given
     assert {d.prompt for d in docs} == {6}
 
@@ -113,7 +114,7 @@ def test_prompts_that_do_not_suffice_say_how_far_they_went(tiny_llama_dir: Path,
 def test_an_interrupted_text_goes_on_where_it_stopped(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Teacher(tiny_llama_dir, tmp_path / "whole")(settings(), Need("train", 200))
+    whole = Teacher(tiny_llama_dir, tmp_path / "whole")(settings(), Need("train", 60))
     write = TeacherText._write
 
     def killed(self: TeacherText, *args: Any) -> Any:
@@ -124,27 +125,27 @@ def test_an_interrupted_text_goes_on_where_it_stopped(
     with monkeypatch.context() as patch:
         patch.setattr(TeacherText, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
-            Teacher(tiny_llama_dir, tmp_path / "parts")(settings(), Need("train", 200))
+            Teacher(tiny_llama_dir, tmp_path / "parts")(settings(), Need("train", 60))
     file = tmp_path / "parts/train.partial/documents.jsonl"
     file.write_text(file.read_text() + '{"prompt": 1, "id')  # a line that the kill cut off
     teacher = Teacher(tiny_llama_dir, tmp_path / "parts")
-    assert teacher(settings(), Need("train", 200)) == whole
+    assert teacher(settings(), Need("train", 60)) == whole
     assert teacher.batches < len(whole) / 4
 
 
 def test_documents_of_another_role_are_made_up_for(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """Where a text would be shared, another one is written; what is there stays."""
-    docs = Teacher(tiny_llama_dir, tmp_path)(settings(), Need("train", 100))
+    docs = Teacher(tiny_llama_dir, tmp_path)(settings(), Need("train", 40))
     taken = {d.key for d in docs[:3]}
-    others = Teacher(tiny_llama_dir, tmp_path)(settings(), Need("train", 100), taken=taken)
+    others = Teacher(tiny_llama_dir, tmp_path)(settings(), Need("train", 40), taken=taken)
     assert not taken & {d.key for d in others}
     assert others[: len(docs) - 3] == docs[3:]
-    assert sum(len(d.ids or ()) for d in others) >= 100
+    assert sum(len(d.ids or ()) for d in others) >= 40
 
 
 def test_a_teacher_that_repeats_itself_is_refused(tiny_llama_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="keeps writing the same train documents"):
-        Teacher(tiny_llama_dir, tmp_path)(settings(temperature=1e-4, length=3), Need("train", 20))
+        Teacher(tiny_llama_dir, tmp_path)(settings(temperature=1e-4, length=3), Need("train", 8))
 
 
 def test_gumbel_noise_samples_from_the_distribution_and_each_row_from_its_own_generator() -> None:
