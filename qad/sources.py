@@ -94,6 +94,15 @@ def documents(source: Prompts, role: str) -> list[Document]:
     return kept
 
 
+def require_readable(data: Data, role: str) -> None:
+    """Read what a teacher's generations, or their neighbours in a blend, are made from: before the teacher writes for hours,
+    not after. Raises as `documents` does."""
+    for source in data.root:
+        given = source.prompts if isinstance(source, Generations) else source
+        if given is not None and not isinstance(given, RandomTokens):
+            documents(given, role)
+
+
 def _where(source: Prompts) -> str:
     return source.source if isinstance(source, PythonDocs) else source.path
 

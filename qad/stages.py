@@ -25,7 +25,7 @@ from qad.optim import check_patterns, trainable_names
 from qad.packing import MINIMUM, Windows, pack
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
-from qad.sources import Need, Reader
+from qad.sources import Need, Reader, require_readable
 from qad.state import discard_state
 from qad.student import Student
 from qad.teacher_cache import TeacherCache, write_teacher_cache
@@ -110,7 +110,10 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     if teacher is not source:
         say(f"       learns from {teacher.display_name}, {shared:,} shared ids")
     job = Job(recipe, source, selection, tokenizer, device, dtype, teacher, shared, text_folder)
-    if not any(isinstance(source, Generations) for data, _ in _needs(recipe) for source in data.root):
+    if any(isinstance(part, Generations) for data, _ in _needs(recipe) for part in data.root):
+        for data, need in _needs(recipe):
+            require_readable(data, need.role)
+    else:
         _ = job.text
     return job
 

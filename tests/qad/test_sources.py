@@ -13,7 +13,7 @@ from qad.data_config import Data, JsonLines, PythonDocs, TextFile
 from qad.errors import DataError, QadError, UsageError
 from qad.loader import load_tokenizer
 from qad.python_docs import python_docs
-from qad.sources import Need, Reader, documents
+from qad.sources import Need, Reader, documents, require_readable
 from qad.text import ROLES, Document, require_disjoint, split_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven."}]
@@ -219,3 +219,11 @@ def test_a_blend_asks_each_source_for_its_share_and_repeats_nothing(tmp_path: Pa
 def test_generations_need_a_run_to_be_kept_in() -> None:
     with pytest.raises(QadError, match="source teacher is for recipes"):
         Reader().parts(Data.model_validate({"source": "teacher"}), Need("test", 10))
+
+
+def test_what_the_teacher_is_to_go_on_from_is_read_before_it_writes(tmp_path: Path) -> None:
+    missing = {"source": "text", "path": str(tmp_path / "none.txt")}
+    for data in ({"source": "teacher", "prompts": missing}, [{"source": "teacher"}, {"source": "random"}, missing]):
+        with pytest.raises(DataError, match=r"none\.txt cannot be read"):
+            require_readable(Data.model_validate(data), "train")
+    require_readable(Data.model_validate([{"source": "teacher"}, {"source": "random"}]), "train")
