@@ -18,10 +18,13 @@ from qad.selection import Selection
 
 
 class AmaxObserver:
-    """Largest |input| of each named Linear, FP32, over everything the model is fed inside the `with` block."""
+    """Largest |input| of each named Linear, FP32, over everything the model is fed inside the `with` block.
+
+    counted_BT: bool [B, T], which tokens of the next forward pass are real; None where all are."""
 
     def __init__(self, model: nn.Module, modules: list[str]) -> None:
         self.amax: dict[str, Tensor] = {}
+        self.counted_BT: Tensor | None = None
         self._model, self._modules = model, modules
         self._handles: list[Any] = []
 
@@ -37,7 +40,10 @@ class AmaxObserver:
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            amax = args[0].detach().abs().amax().float()
+            inputs = args[0].detach()
+            if self.counted_BT is not None:
+                inputs = inputs[self.counted_BT]
+            amax = inputs.abs().amax().float()
             seen = self.amax.get(name)
             self.amax[name] = amax if seen is None else torch.maximum(seen, amax)
 
@@ -51,18 +57,21 @@ def calibrate(
     windows: Windows,
     headroom: float = 1.0,
     progress: Callable[[int], object] = lambda tokens: None,
+    batch_size: int = 8,
 ) -> dict[str, Tensor]:
     """Input scales of every selected module, equal within a scale group; empty for weight-only formats.
 
-    The windows hold no padding, so nothing but real tokens is observed, whatever the batch. A module that sees only
-    zeros gets the scale of amax 1.0. Raises SourceError for activations that are not finite, and for a selected module
-    that the forward pass never reached.
+    Packed windows hold no padding; where a caller adds some it is not observed. A module that sees only zeros gets the
+    scale of amax 1.0. Raises SourceError for activations that are not finite, and for a selected module that the forward
+    pass never reached.
     """
     if not selection.quantizes_activations:
         return {}
     device = next(model.parameters()).device
     with AmaxObserver(model, list(selection.modules)) as observer:
-        for ids, positions in zip(windows.input_ids_ST.split(8), windows.position_ids_ST.split(8), strict=True):
+        tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
+        for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
+            observer.counted_BT = None if counted.all() else counted.to(device)
             model.base_model(ids.to(device), position_ids=positions.to(device), use_cache=False)
             progress(ids.numel())
     return group_input_scales(observer.amax, selection, headroom)

@@ -154,7 +154,8 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.config import load_recipe
     from qad.stages import prepare, ptq_arm
 
-    artifact = ptq_arm(prepare(load_recipe(args.recipe, args.overrides), _say), args.out)
+    job = prepare(load_recipe(args.recipe, args.overrides), _say, args.out.parent / "text")
+    artifact = ptq_arm(job, args.out)
     _say(f"PTQ arm: {artifact.path}")
     return 0
 
@@ -167,8 +168,8 @@ def _train(args: argparse.Namespace) -> int:
     if len(recipe.train.methods) > 1:
         raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
     method = recipe.train.methods[0]
-    job = prepare(recipe, _say)
-    require_enough_text(job)
+    job = prepare(recipe, _say, args.out.parent / "text")
+    require_enough_text(job, _say)
     ptq = args.ptq or args.out.parent / "ptq"
     if args.ptq is None:
         ptq_arm(job, ptq)

@@ -16,48 +16,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from qad.data_config import SOURCES, Data, Positive
 from qad.errors import UsageError
-
-Positive = Annotated[int, Field(gt=0)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataSource(_Strict):
-    """Text. source: `python-docs` (the standard library's own), `text` (files; blank lines separate documents) or
-    `jsonl` (one object a line, its `field` is the document).
-
-    split: `auto` gives each role its own share of the documents by content hash (calibration 10 %, train 70 %,
-    validation 10 %, test 10 %); `all` takes the whole file for the role that names it.
-    """
-
-    source: Literal["python-docs", "text", "jsonl"]
-    path: str | None = None
-    field: str = "text"
-    split: Literal["auto", "all"] = "auto"
-
-    @property
-    def name(self) -> str:
-        """What to call it in reports: never a whole path."""
-        return Path(self.path).name if self.path else self.source
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        """`data: python-docs`, `data: notes.txt`, `data: chat.jsonl` for short."""
-        if not isinstance(value, str):
-            return value
-        if value == "python-docs":
-            return {"source": value}
-        return {"source": "jsonl" if value.endswith((".jsonl", ".json")) else "text", "path": value}
-
-    @model_validator(mode="after")
-    def _needs_path(self) -> DataSource:
-        if (self.path is None) != (self.source == "python-docs"):
-            raise ValueError(f"source {self.source!r} {'needs' if self.path is None else 'takes no'} path")
-        return self
 
 
 class Quantize(_Strict):
@@ -78,7 +42,7 @@ class Calibrate(_Strict):
     """samples sequences of seq_len tokens; headroom multiplies the calibrated amax of activations: above 1,
     inputs larger than any seen in calibration find room, and small ones lose resolution."""
 
-    data: DataSource
+    data: Data
     samples: Positive = 512
     seq_len: Positive = 512
     headroom: Annotated[float, Field(gt=0)] = 1.0
@@ -111,8 +75,8 @@ class Train(_Strict):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     teacher: str | None = None
     teacher_cache: Positive | None = None
-    data: DataSource
-    validation_data: DataSource | None = None
+    data: Data
+    validation_data: Data | None = None
     tokens: Positive
     seq_len: Positive = 512
     batch_size: Positive = 4
@@ -154,6 +118,10 @@ class Train(_Strict):
         return -(-self.steps // self.epochs) * self.batch_size
 
     @property
+    def validation_windows(self) -> int:
+        return max(1, self.validation_tokens // self.seq_len)
+
+    @property
     def tokens_used(self) -> int:
         """Tokens of whole steps; at most one step less than asked for."""
         return self.steps * self.tokens_per_step
@@ -187,7 +155,7 @@ class Export(_Strict):
 class Fidelity(_Strict):
     """Documents of the test split, each cut at seq_len, until `tokens` are reached."""
 
-    data: DataSource
+    data: Data
     tokens: Positive = 8192
     seq_len: Positive = 512
 
@@ -266,7 +234,7 @@ def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{where}: {_explain(error)}") from error
+        raise UsageError(f"{where}: {_explain(error, raw)}") from error
 
 
 def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Throughput:
@@ -274,7 +242,7 @@ def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Th
     try:
         section = Measure.model_validate({kind: values})
     except ValidationError as error:
-        raise UsageError(_explain(error)) from error
+        raise UsageError(_explain(error, {kind: values})) from error
     value: Fidelity | Accuracy | Throughput = getattr(section, kind)
     return value
 
@@ -307,26 +275,42 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise UsageError(f"--set {override}: the value is not valid YAML") from error
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, raw: Any) -> str:
     """The first fault in one line: which key, what is wrong, the nearest known key."""
     first = error.errors(include_url=False)[0]
-    location = [str(part) for part in first["loc"]]
-    dotted = ".".join(location)
-    if first["type"] == "extra_forbidden":
-        known = list(_fields_at(location[:-1]))
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    kind = first["type"]
+    dotted, model = _place(first["loc"], raw)
+    if kind == "extra_forbidden":
+        known = list(model.model_fields)
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {dotted!r}: {hint}"
-    if first["type"] == "missing":
+    if kind == "missing":
         return f"key {dotted!r} is missing"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        key, kinds = f"{dotted}.source", ", ".join(sorted(SOURCES))
+        given = first["input"].get("source") if isinstance(first["input"], dict) else None
+        return f"key {key!r} is missing: one of {kinds}" if given is None else f"{key}: one of {kinds} (got {given!r})"
     message = first["msg"].removeprefix("Value error, ")
     return f"{dotted or 'recipe'}: {message} (got {first['input']!r})" if dotted else message
 
 
-def _fields_at(location: list[str]) -> Iterable[str]:
+def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseModel]]:
+    """pydantic's location as the user wrote it, and the section it lies in: the name of a kind of source is no key, nor is
+    the 0 of a source that was written without its list."""
+    keys: list[str] = []
     model: type[BaseModel] = Recipe
     for part in location:
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return model.model_fields
+        if isinstance(part, int):
+            if isinstance(raw, list):
+                keys.append(str(part))
+                raw = raw[part]
+        elif part in SOURCES and part not in model.model_fields:
+            model = SOURCES[part]
+        else:
+            keys.append(part)
+            raw = raw.get(part) if isinstance(raw, dict) else None
+            annotation = model.model_fields[part].annotation if part in model.model_fields else None
+            nested = [t for t in (annotation, *getattr(annotation, "__args__", ())) if isinstance(t, type)]
+            model = next((t for t in nested if issubclass(t, BaseModel)), model)
+    return ".".join(keys), model

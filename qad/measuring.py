@@ -15,6 +15,7 @@ from qad.config import Accuracy, Fidelity, Throughput
 from qad.errors import UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
 from qad.source import Checkpoint, open_checkpoint
+from qad.sources import Need, Reader
 from qad.stages import Job
 
 if TYPE_CHECKING:
@@ -177,8 +178,10 @@ def measure_folder(
         if teacher is None:
             raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
         original = open_checkpoint(teacher)
-        docs = text.documents(section.data, "test")
-        sequences, settings = test_sequences(section, docs, load_tokenizer(teacher), seed, original)
+        tokenizer = load_tokenizer(teacher)
+        need = Need("test", section.tokens, section.seq_len, packing.MINIMUM)
+        docs = Reader(tokenizer, seed).parts(section.data, need)
+        sequences, settings = test_sequences(section, docs, tokenizer, seed, original)
         settings["dtype"] = dtype
         loaded = load(folder, dtype, device)
         engine = loaded.engine
@@ -193,12 +196,13 @@ def folder_identity(source: Checkpoint) -> str:
 
 
 def test_sequences(
-    section: Fidelity, docs: list[text.Document], tokenizer: Any, seed: int, teacher: Checkpoint
+    section: Fidelity, parts: list[text.Part], tokenizer: Any, seed: int, teacher: Checkpoint
 ) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
     """The test split as token sequences, and the settings that two comparable records share."""
-    sequences = packing.sequences(docs, tokenizer, section.tokens, section.seq_len, seed)
-    used = text.digest_documents(docs)
-    return sequences, {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
+    sequences = packing.sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
+    used = text.digest_documents(parts)
+    settings = {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
+    return sequences.pairs, {**settings, "sources": sequences.sources}
 
 
 def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from qad.chat import encode_chat, encode_supervised
 from qad.errors import DataError
-from qad.text import Document, encode, shuffled
+from qad.text import Document, Part, generator_of, shuffled
 
 NO_LABEL = -100  # what torch's cross-entropy ignores
+MINIMUM = 32  # tokens of a document that is worth evaluating on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +31,14 @@ class Windows:
 
     input_ids_ST, position_ids_ST: int64 [S, T]. counted_ST: bool [S, T], True where the position's next-token distribution
     is in the loss; padding never is. labels_ST: int64 [S, T], the next token of the same document, NO_LABEL (-100) where
-    there is none. digest: identity of all of it.
+    there is none. sources: tokens by source, as packed. digest: identity of all of it.
     """
 
     input_ids_ST: Tensor
     position_ids_ST: Tensor
     counted_ST: Tensor
     labels_ST: Tensor
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, input_ids_ST: Tensor, position_ids_ST: Tensor, supervised_ST: Tensor | None = None) -> Windows:
@@ -68,16 +71,9 @@ class Windows:
             content.update(tensor.contiguous().numpy().tobytes())
         return content.hexdigest()
 
-    def rows(self, index: slice | Tensor) -> Windows:
-        """Some of the windows, in the order of `index`."""
-        return Windows(
-            self.input_ids_ST[index], self.position_ids_ST[index], self.counted_ST[index], self.labels_ST[index]
-        )
-
-    def split(self, size: int) -> Iterator[Windows]:
-        """Consecutive groups of at most `size` windows: micro-batches."""
-        for start in range(0, len(self), size):
-            yield self.rows(slice(start, start + size))
+    def facts(self) -> dict[str, Any]:
+        """What a report says about them: tokens, positions in the loss, tokens by source."""
+        return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources)}
 
     def indices(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
         """Which windows step 1, 2, ... sees, int64: a pure function of its arguments, so that a resumed run needs no state.
@@ -91,10 +87,6 @@ class Windows:
         first = place * batch_size + rank * (batch_size // ranks)
         order = torch.arange(len(self)) if epoch == 0 else _order(len(self), seed, epoch)
         return order[first : first + batch_size // ranks]
-
-    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Windows:
-        """The windows of a step; see `indices`."""
-        return self.rows(self.indices(step, batch_size, seed, rank, ranks))
 
     def padded(self, left: int, right: int, pad_id: int) -> Windows:
         """The same windows with `left` and `right` padding tokens at their sides. Each side is a document of its own (its
@@ -117,61 +109,150 @@ class Windows:
 
 def _order(windows: int, seed: int, epoch: int) -> Tensor:
     """A permutation of the windows, int64 [S], from (seed, epoch) alone."""
-    mixed = int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7])
-    return torch.randperm(windows, generator=torch.Generator().manual_seed(mixed))
+    return torch.randperm(windows, generator=generator_of(f"{seed} {epoch}"))
 
 
-def pack(docs: Sequence[Document], tokenizer: Any, windows: int, seq_len: int, seed: int, what: str) -> Windows:
+def encode(tokenizer: Any, doc: Document) -> list[int]:
+    """Token ids: text as the tokenizer adds special tokens by default, conversations as the chat template writes them."""
+    if doc.ids is not None:
+        return list(doc.ids)
+    if doc.messages is not None:
+        return encode_chat(tokenizer, doc.messages, doc.where)
+    ids: list[int] = tokenizer(doc.text, verbose=False)["input_ids"]  # long texts do not warn
+    return ids
+
+
+def encode_answers(tokenizer: Any, doc: Document, what: str) -> tuple[list[int], list[bool]]:
+    """Token ids, and for each whether the assistant (or the teacher, in its generations) says it.
+
+    Raises DataError for a document without turns, where nothing could tell.
+    """
+    if doc.messages is not None:
+        return encode_supervised(tokenizer, doc.messages, doc.where)
+    if doc.ids is not None and doc.prompt:
+        return list(doc.ids), [i >= doc.prompt for i in range(len(doc.ids))]
+    raise DataError(
+        f"train.loss_on: assistant needs conversations, and {what} holds documents without turns ({doc.sample}): give "
+        "chat messages (field: messages) or generations, or use train.loss_on: all"
+    )
+
+
+class Draw:
+    """Documents of a blend, one after another: always the next one of the part that is furthest behind its share, so that
+    after every document each part has its share of the tokens within one document. Each part's order depends on `seed`
+    alone. Iterating ends where the part whose turn it is has no more; `taken` counts tokens by part."""
+
+    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+        self.parts = parts
+        self.taken = [0] * len(parts)
+        self._orders = [iter(shuffled(part.documents, seed)) for part in parts]
+
+    def __iter__(self) -> Iterator[tuple[int, Document]]:
+        while True:
+            part = self._turn()
+            doc = next(self._orders[part], None)
+            if doc is None:
+                return
+            yield part, doc
+
+    def _turn(self) -> int:
+        return min(range(len(self.parts)), key=lambda i: self.taken[i] / self.parts[i].weight)
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Tokens taken by source."""
+        return {part.name: tokens for part, tokens in zip(self.parts, self.taken, strict=True)}
+
+    @property
+    def exhausted(self) -> str:
+        """Whose text ended, for the message."""
+        if len(self.parts) == 1:
+            return f"its text has {self.taken[0]:,}"
+        part = self._turn()
+        share = self.parts[part].weight / sum(p.weight for p in self.parts)
+        return f"{self.parts[part].name}, with {share:.0%} of them, has {self.taken[part]:,}"
+
+
+def pack(
+    parts: Sequence[Part],
+    tokenizer: Any,
+    windows: int,
+    seq_len: int,
+    seed: int,
+    what: str,
+    loss_on: Literal["all", "assistant"] = "all",
+) -> Windows:
     """Pack shuffled documents into `windows` windows of `seq_len` tokens; no token is used twice.
 
     A document that does not fit goes on in the next window as a new one. The order depends on `seed` alone.
-    Raises DataError where the text is too short, saying how many tokens there are.
+    Raises DataError where the text is too short, saying how many tokens there are, and where nothing of it would count.
     """
     need = windows * seq_len
     ids: list[int] = []
     positions: list[int] = []
-    for doc in shuffled(docs, seed):
-        for token, position in _segments(encode(tokenizer, doc.text), len(ids), seq_len):
-            ids.append(token)
-            positions.append(position)
+    supervised: list[bool] = []
+    draw = Draw(parts, seed)
+    for part, doc in draw:
+        if loss_on == "assistant":
+            new, answers = encode_answers(tokenizer, doc, parts[part].name)
+            supervised += answers
+        else:
+            new = encode(tokenizer, doc)
+        positions += _positions(len(new), len(ids), seq_len)
+        ids += new
+        draw.taken[part] += len(new) - max(0, len(ids) - need)
         if len(ids) >= need:
             break
     if len(ids) < need:
         raise DataError(
-            f"{what} needs {need:,} tokens ({windows} windows of {seq_len}) but its text has {len(ids):,}: "
+            f"{what} needs {need:,} tokens ({windows} windows of {seq_len}) but {draw.exhausted}: "
             "ask for fewer or give more text"
         )
-    return Windows.of(
-        torch.tensor(ids[:need]).view(windows, seq_len), torch.tensor(positions[:need]).view(windows, seq_len)
-    )
+    ids_ST, positions_ST = (torch.tensor(held[:need]).view(windows, seq_len) for held in (ids, positions))
+    mask_ST = torch.tensor(supervised[:need]).view(windows, seq_len) if loss_on == "assistant" else None
+    packed = dataclasses.replace(Windows.of(ids_ST, positions_ST, mask_ST), sources=draw.sources)
+    if not packed.counted:
+        raise DataError(
+            f"{what} has no token that the assistant says: give conversations with answers, or use train.loss_on: all"
+        )
+    return packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Evaluation text: (document key, int64 [T]) pairs, and the tokens of each source."""
+
+    pairs: list[tuple[str, Tensor]]
+    sources: dict[str, int]
 
 
 def sequences(
-    docs: Sequence[Document], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = 32
-) -> list[tuple[str, Tensor]]:
-    """(document key, int64 [T]) pairs for evaluation: one sequence a document, cut at seq_len, none below `minimum`
-    tokens, until `tokens` are reached. Documents are independent, so they are the clusters of intervals.
+    parts: Sequence[Part], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = MINIMUM
+) -> Sequences:
+    """One sequence a document, cut at seq_len, none below `minimum` tokens, until `tokens` are reached. Documents are
+    independent, so they are the clusters of intervals.
 
     Raises DataError where the text is too short.
     """
     chosen: list[tuple[str, Tensor]] = []
-    total = 0
-    for doc in shuffled(docs, seed):
-        ids = encode(tokenizer, doc.text)[:seq_len]
+    draw = Draw(parts, seed)
+    for part, doc in draw:
+        ids = encode(tokenizer, doc)[:seq_len]
         if len(ids) < minimum:
             continue
         chosen.append((doc.key[:16], torch.tensor(ids)))
-        total += len(ids)
-        if total >= tokens:
-            return chosen
-    raise DataError(f"the test split has {total:,} tokens in documents of {minimum} or more, {tokens:,} asked for")
+        draw.taken[part] += len(ids)
+        if sum(draw.taken) >= tokens:
+            return Sequences(chosen, draw.sources)
+    raise DataError(
+        f"the test split needs {tokens:,} tokens in documents of {minimum} or more but {draw.exhausted}: "
+        "ask for fewer or give more text"
+    )
 
 
-def _segments(ids: list[int], start: int, seq_len: int) -> Iterator[tuple[int, int]]:
-    """(token, position) of a document laid from offset `start`: positions restart at each window boundary."""
-    position = 0
-    for i, token in enumerate(ids):
-        if (start + i) % seq_len == 0:
-            position = 0
-        yield token, position
-        position += 1
+def _positions(length: int, start: int, seq_len: int) -> Iterator[int]:
+    """Positions of a document laid from offset `start`: they restart at each window boundary."""
+    room = seq_len - start % seq_len
+    yield from range(min(length, room))
+    for i in range(max(0, length - room)):
+        yield i % seq_len

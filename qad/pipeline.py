@@ -1,6 +1,7 @@
 """`qad run`: from a BF16 model to a recovery report, one folder, every step skipped that is finished and unchanged.
 
 RUN/recipe.yaml                         the resolved recipe
+RUN/text/ROLE                           what the teacher wrote, where the recipe asks for it
 RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
 RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
@@ -53,9 +54,9 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
     clock = Stopwatch(say)
     with clock("prepare"):
-        job = prepare(recipe, say)
+        job = prepare(recipe, say, out / "text")
         _claim(job, out)
-        require_enough_text(job)
+        require_enough_text(job, say)
         measuring = Measuring(job, out, say)
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
@@ -131,7 +132,7 @@ def _claim(job: Job, out: Path) -> None:
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
     elif out.exists():  # empty, or a run that was killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.partial", "arms", METRICS}
+        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", METRICS}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
     out.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,19 +17,22 @@ from qad.artifact import Artifact, open_artifact, run_stage
 from qad.calibrate import calibrate
 from qad.compiled import compilation
 from qad.config import Method, Recipe
+from qad.data_config import Data, Generations
 from qad.errors import SourceError, UsageError
+from qad.generate import TeacherText
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.nvfp4 import FrozenScales
 from qad.objective import Objective, shared_vocabulary
 from qad.optim import check_patterns, trainable_names
-from qad.packing import Windows, pack
+from qad.packing import MINIMUM, Windows, pack
 from qad.scale_search import search_scales
 from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
+from qad.sources import Need, Reader, require_readable
 from qad.state import discard_state
 from qad.student import Student
 from qad.teacher_cache import TeacherCache, write_teacher_cache
-from qad.text import Document, documents, require_disjoint
+from qad.text import Part, require_disjoint
 from qad.train import Trainer
 
 METRICS = "metrics.jsonl"
@@ -45,9 +49,21 @@ class Job:
     tokenizer: Any
     device: str
     dtype: str
-    text: dict[str, list[Document]]
     teacher: Checkpoint  # the source, unless the recipe names a larger one
     shared_ids: int  # how many ids of the vocabulary student and teacher compare
+    text_folder: Path | None = None
+
+    @functools.cached_property
+    def text(self) -> dict[str, list[Part]]:
+        """The documents of every role. What the BF16 original is to write is written here, into text_folder."""
+        recipe, written = self.recipe, None
+        if self.text_folder is not None:
+            load = functools.partial(load_model, self.source, self.dtype, self.device)
+            written = TeacherText(self.source, self.tokenizer, recipe.seed, self.text_folder, load, self.dtype)
+        reader = Reader(self.tokenizer, recipe.seed, written)
+        text = {need.role: reader.parts(data, need) for data, need in _needs(recipe)}
+        require_disjoint(text)
+        return text
 
     @property
     def compute(self) -> dict[str, Any]:
@@ -62,16 +78,23 @@ class Job:
 
     def train_windows(self) -> Windows:
         section = self.recipe.train
-        return pack(self.text["train"], self.tokenizer, section.windows, section.seq_len, self.recipe.seed, "training")
+        return pack(
+            self.text["train"], self.tokenizer, section.windows, section.seq_len, self.recipe.seed, "training",
+            section.loss_on,
+        )  # fmt: skip
 
     def validation_windows(self) -> Windows:
         section = self.recipe.train
-        windows = max(1, section.validation_tokens // section.seq_len)
-        return pack(self.text["validation"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "validation")
+        windows = section.validation_windows
+        return pack(
+            self.text["validation"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "validation",
+            section.loss_on,
+        )  # fmt: skip
 
 
-def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> Job:
-    """Find and check everything a recipe names, and say what will be quantized. Raises QadError."""
+def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text_folder: Path | None = None) -> Job:
+    """Find and check everything a recipe names, and say what will be quantized. text_folder: where a teacher's generations are
+    kept; what they cost is spent when `Job.text` is first asked for. Raises QadError."""
     source = open_checkpoint(recipe.model)
     tokenizer = load_tokenizer(source.folder)
     section = recipe.quantize
@@ -90,7 +113,13 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> J
     teacher, shared = _teacher(recipe, source, tokenizer, skeleton)
     if teacher is not source:
         say(f"       learns from {teacher.display_name}, {shared:,} shared ids")
-    return Job(recipe, source, selection, tokenizer, device, dtype, _read_text(recipe), teacher, shared)
+    job = Job(recipe, source, selection, tokenizer, device, dtype, teacher, shared, text_folder)
+    if any(isinstance(part, Generations) for data, _ in _needs(recipe) for part in data.root):
+        for data, need in _needs(recipe):
+            require_readable(data, need.role)
+    else:
+        _ = job.text
+    return job
 
 
 def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:
@@ -103,16 +132,17 @@ def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) 
     return teacher, shared_vocabulary(tokenizer, load_tokenizer(teacher.folder), size, other)
 
 
-def _read_text(recipe: Recipe) -> dict[str, list[Document]]:
-    text = {
-        "calibration": documents(recipe.calibrate.data, "calibration"),
-        "train": documents(recipe.train.data, "train"),
-        "validation": documents(recipe.train.validation_data or recipe.train.data, "validation"),
-    }
-    if recipe.measure.fidelity:
-        text["test"] = documents(recipe.measure.fidelity.data, "test")
-    require_disjoint(text)
-    return text
+def _needs(recipe: Recipe) -> list[tuple[Data, Need]]:
+    """The text of each role, and how much of it."""
+    calibrate, train, fidelity = recipe.calibrate, recipe.train, recipe.measure.fidelity
+    needs = [
+        (calibrate.data, Need("calibration", calibrate.samples * calibrate.seq_len)),
+        (train.data, Need("train", train.windows * train.seq_len)),
+        (train.validation_data or train.data, Need("validation", train.validation_windows * train.seq_len)),
+    ]
+    if fidelity:
+        needs.append((fidelity.data, Need("test", fidelity.tokens, fidelity.seq_len, min(MINIMUM, fidelity.seq_len))))
+    return needs
 
 
 def _require_tensors(source: Checkpoint, selection: Selection) -> None:
@@ -149,7 +179,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
                 scales = calibrate(model, job.selection, windows, job.recipe.calibrate.headroom, bar.update)
         write_arm(folder, "ptq", job.source, job.selection, scales, scales=job.recipe.quantize.scales,
-                  frozen=_frozen_scales(job), tokens={"calibration": windows.tokens})  # fmt: skip
+                  frozen=_frozen_scales(job), tokens={"calibration": windows.tokens},
+                  text={"calibration": windows.facts()})  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
@@ -210,9 +241,10 @@ def trained_arm(
         masters = trainer.run()
         discard_state(folder)
         progress = dataclasses.asdict(trainer.progress)
-        tokens = {"train": train.tokens, "validation": validation.tokens}
+        tokens = {"train": section.tokens_used, "validation": validation.tokens}
+        text = {"train": train.facts(), "validation": validation.facts()}
         write_arm(folder, method, job.source, start.selection, start.input_scales, masters,
-                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens)  # fmt: skip
+                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens, text=text)  # fmt: skip
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 
@@ -242,11 +274,18 @@ def require_finite(source: Checkpoint) -> None:
             )
 
 
-def require_enough_text(job: Job) -> dict[str, int]:
-    """Pack every role once, so that a text too short is found before the first stage. Returns tokens by role."""
+def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[str, int]:
+    """Pack every role once, so that a text too short is found before the first stage, and say what it holds. Returns tokens
+    by role."""
     windows: Sequence[tuple[str, Windows]] = (
         ("calibration", job.calibration_windows()),
         ("train", job.train_windows()),
         ("validation", job.validation_windows()),
     )
+    for role, packed in windows:
+        sources = ", ".join(f"{tokens:,} of {name}" for name, tokens in packed.sources.items())
+        counted = (
+            f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
+        )
+        say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}")
     return {role: packed.tokens for role, packed in windows}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from harness.comparison import Comparison
 from harness.records import MemoryData, Record
-from reports.load import Step
+from reports.load import SplitText, Step
 from reports.numbers import clean, gigabytes_in_column, percent, plural, significant
 from reports.outcome import BASELINE, arm_name, filter_note, reading
 from reports.parts import Cell, Group, Row, Table
@@ -55,6 +55,23 @@ def benchmarks(comparison: Comparison) -> Table | None:
         "means that the interval holds 100 %, not that the arms are equal."
     )
     return Table("Each benchmark against BF16", columns, groups, note, breakable=len(groups) > 6)
+
+
+def text(splits: list[SplitText]) -> Table | None:
+    """How many tokens each source gave each split."""
+    groups = []
+    for split in splits:
+        facts = [plural(split.tokens, "token")]
+        if split.counted is not None:
+            facts.append(f"{percent(split.counted / split.tokens)} of the positions in the loss")
+        if split.used is not None:
+            facts.append(f"{split.used:,} over all epochs")
+        rows = [Row(clean(name, 60), [Cell(f"{tokens:,}"), Cell(percent(tokens / split.tokens))])
+                for name, tokens in split.sources.items()]  # fmt: skip
+        groups.append(Group(f"{split.role}: {', '.join(facts)}", rows))
+    if not groups:
+        return None
+    return Table("Text, by split and source", ["", "Tokens", "Share"], groups, "No document is in two splits.")
 
 
 def token_kl(comparison: Comparison) -> Table | None:

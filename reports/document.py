@@ -86,7 +86,7 @@ def document(run: Run, comparison: Comparison, records: list[Record]) -> Documen
         Section("memory", "Size", _memory(comparison, records)),
         Section("speed", "Speed", _kept(details.speed(comparison, records)) or [_nothing("Speed")]),
         Section("missing", "What was not measured, and why", _missing(run, comparison)),
-        Section("recipe", "Recipe", _recipe(run)),
+        Section("recipe", "Recipe and text", _recipe(run)),
         Section("method", "Method", [Notes(METHOD)]),
         Section("provenance", "Provenance", origin.provenance(records, run)),
     ]
@@ -143,6 +143,7 @@ def _capital(text: str) -> str:
 
 
 def _recipe(run: Run) -> list[Block]:
+    text = _kept(details.text(run.text))
     if not run.recipe:
-        return [Text("The run folder holds no recipe.")]
-    return [Code(clean(run.recipe.rstrip("\n"), RECIPE_LIMIT, lines=True), "yaml")]
+        return [Text("The run folder holds no recipe."), *text]
+    return [Code(clean(run.recipe.rstrip("\n"), RECIPE_LIMIT, lines=True), "yaml"), *text]

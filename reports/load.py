@@ -33,8 +33,24 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class SplitText:
+    """The text of one role. sources: name -> tokens. counted: positions in the loss. used: tokens over all epochs; both None
+    where they say nothing new."""
+
+    role: str
+    sources: dict[str, int]
+    counted: int | None = None
+    used: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sources.values())
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """recipe: the YAML text, "" if there is none. manifests: path inside the run -> facts, sorted by path.
+    """recipe: the YAML text, "" if there is none. manifests: path inside the run -> facts, sorted by path. text: what each
+    role read, as far as it is known.
 
     missing: (what was not measured, why), in the order of the report.
     """
@@ -43,6 +59,7 @@ class Run:
     recipe: str
     manifests: dict[str, dict[str, Any]]
     missing: list[tuple[str, str]]
+    text: list[SplitText] = dataclasses.field(default_factory=list)
 
 
 def load_records(run: Path) -> list[Record]:
@@ -57,7 +74,7 @@ def load_run(run: Path, given: list[Record]) -> Run:
     recipe = _text(run / RECIPE)
     if not recipe:
         missing.append(("recipe", f"not known: the run holds no {RECIPE}"))
-    return Run(steps, recipe, _manifests(run), missing)
+    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given))
 
 
 def _paths(run: Path) -> list[Path]:
@@ -115,6 +132,40 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _split_texts(run: Path, given: list[Record]) -> list[SplitText]:
+    """Calibration, train and validation from the arms, test from the records that were measured on it."""
+    found: dict[str, SplitText] = {}
+    for path in sorted(run.glob("arms/*/arm.json")):
+        facts = _json(path)
+        texts, used = facts.get("text"), facts.get("tokens")
+        for role, text in texts.items() if isinstance(texts, dict) else ():
+            sources = _counts(text.get("sources")) if isinstance(text, dict) else {}
+            if sources and role not in found:
+                total, counted = sum(sources.values()), text.get("counted")
+                spent = used.get(role) if isinstance(used, dict) else None
+                found[role] = SplitText(
+                    role, sources, counted if isinstance(counted, int) and counted < total else None,
+                    spent if isinstance(spent, int) and spent > total else None,
+                )  # fmt: skip
+    measured = next((s for s in (_counts(record.settings.get("sources")) for record in given) if s), None)
+    if measured:
+        found["test"] = SplitText("test", measured)
+    return [found[role] for role in ("calibration", "train", "validation", "test") if role in found]
+
+
+def _counts(value: Any) -> dict[str, int]:
+    items = value.items() if isinstance(value, dict) else ()
+    return {str(name): tokens for name, tokens in items if isinstance(tokens, int)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(_text(path))
+    except ValueError:
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def _manifests(run: Path) -> dict[str, dict[str, Any]]:

@@ -110,6 +110,7 @@ def _json(contents: Document, comparison: Comparison, records: list[Record], run
         "training": [dataclasses.asdict(step) for step in run.steps],
         "not_measured": [{"what": what, "why": why} for what, why in run.missing],
         "recipe": run.recipe,
+        "text": [dataclasses.asdict(split) for split in run.text],
         "records": [_record(record) for record in records],
         "manifests": run.manifests,
     }

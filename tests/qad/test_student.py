@@ -13,11 +13,11 @@ from qad.artifact import run_stage
 from qad.calibrate import AmaxObserver, calibrate, group_input_scales
 from qad.errors import ArtifactError, SourceError
 from qad.loader import load_model, load_skeleton, load_tokenizer
-from qad.packing import pack
+from qad.packing import Windows, pack
 from qad.selection import select
 from qad.source import Checkpoint, open_checkpoint
 from qad.student import Student
-from qad.text import Document
+from qad.text import Document, Part
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,7 @@ def test_a_bf16_arm_has_no_student(source: Checkpoint, tmp_path: Path) -> None:
 def test_calibration_sees_the_largest_input_whatever_the_batching(source: Checkpoint) -> None:
     selection = select(load_skeleton(source), "NVFP4")
     docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(30)]
-    windows = pack(docs, load_tokenizer(source.folder), 12, 32, 0, "x")
+    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 12, 32, 0, "x")
     model = load_model(source, "float32", "cpu")
     scales = calibrate(model, selection, windows)
     seen: dict[str, float] = {}
@@ -173,7 +173,30 @@ def test_zero_unreached_and_infinite_activations(source: Checkpoint) -> None:
         group_input_scales({**zeros, "model.layers.0.mlp.down_proj": torch.tensor(float("inf"))}, selection, 1.0)
 
 
+def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Checkpoint) -> None:
+    """Batch 1 or 4, padded left or right with a token that would raise the largest activation: the same scales."""
+    selection = select(load_skeleton(source), "NVFP4")
+    docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(12)]
+    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 4, 32, 0, "x")
+    model = load_model(source, "float32", "cpu")
+    alone = calibrate(model, selection, windows, batch_size=1)
+
+    def over(token: int) -> float:
+        """How much larger than on the text the inputs of some module get on this token."""
+        seen = calibrate(model, selection, Windows.of(torch.full((1, 32), token), torch.arange(32)[None]))
+        return max(float(seen[name] / alone[name]) for name in alone)
+
+    unused = max(sorted(set(range(512)) - set(windows.input_ids_ST.flatten().tolist()))[:12], key=over)
+    assert over(unused) > 1.05
+    for padded in (windows, windows.padded(64, 0, unused), windows.padded(0, 64, unused), windows.padded(7, 9, unused)):
+        for batch_size in (1, 4):
+            scales = calibrate(model, selection, padded, batch_size=batch_size)
+            for name, scale in alone.items():
+                torch.testing.assert_close(scales[name], scale, rtol=1e-6, atol=0)
+
+
 def test_weight_only_formats_need_no_calibration(source: Checkpoint) -> None:
     selection = select(load_skeleton(source), "W4A16_NVFP4")
-    windows = pack([Document.of("a b c d e f g h " * 9)], load_tokenizer(source.folder), 1, 8, 0, "x")
+    docs = [Document.of("a b c d e f g h " * 9)]
+    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 1, 8, 0, "x")
     assert calibrate(None, selection, windows) == {}

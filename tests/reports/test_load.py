@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 from harness.records import Record
-from reports.load import load_records, load_run
+from reports import details
+from reports.load import SplitText, load_records, load_run
 
 
 def test_a_whole_run(run: Path, records: list[Record]) -> None:
@@ -57,3 +59,33 @@ def test_numbers_that_are_none_are_unknown(run: Path) -> None:
     )
     (step,) = load_run(run, load_records(run)).steps
     assert (step.kl, step.val_kl, step.lr) == (None, None, None)
+
+
+def test_the_text_of_every_split_is_known_by_source(run: Path, records: list[Record]) -> None:
+    """Calibration from the PTQ arm, train and validation from the trained one, test from the records; damage is no text."""
+    assert load_run(run, records).text == []
+    facts = {
+        "ptq": {"tokens": {"calibration": 96}, "text": {"calibration": {"sources": {"a.txt": 96}, "counted": 96}}},
+        "qad": {"tokens": {"train": 3000, "validation": 64},
+                "text": {"train": {"sources": {"a.txt": 750, "random tokens": 250}, "counted": 400},
+                         "validation": {"sources": {"a.txt": 64}, "counted": 64}, "odd": 3}},
+    }  # fmt: skip
+    for arm, held in facts.items():
+        (run / "arms" / arm / "arm.json").write_text(json.dumps(held), encoding="utf-8")
+    (run / "arms" / "qat").mkdir()
+    (run / "arms" / "qat" / "arm.json").write_text("{", encoding="utf-8")
+    measured = [dataclasses.replace(record, settings={"sources": {"b.txt": 512}}) for record in records[:1]]
+    text = load_run(run, measured).text
+    assert text == [
+        SplitText("calibration", {"a.txt": 96}),
+        SplitText("train", {"a.txt": 750, "random tokens": 250}, counted=400, used=3000),
+        SplitText("validation", {"a.txt": 64}),
+        SplitText("test", {"b.txt": 512}),
+    ]
+    table = details.text(text)
+    assert table is not None
+    train = table.groups[1]
+    assert train.title == "train: 1,000 tokens, 40.0 % of the positions in the loss, 3,000 over all epochs"
+    assert [(row.label, *(cell.text for cell in row.cells)) for row in train.rows] == [
+        ("a.txt", "750", "75.0 %"), ("random tokens", "250", "25.0 %"),
+    ]  # fmt: skip
