@@ -19,6 +19,7 @@ from qad import __version__
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
+_LAYOUTS = ["modelopt", "compressed-tensors"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
     sub.add_argument("arm", type=Path, metavar="ARM_DIR")
-    sub.add_argument("--layout", choices=["modelopt"], default="modelopt", help="checkpoint layout (default: modelopt)")
+    sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
     sub.add_argument("--shard-size", type=int, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from export.config_files import INDEX
 from export.findings import Finding, error, warning
-from export.folder import FLOATING, INDEX, SCALES, Folder, mapping, read_json
+from export.folder import FLOATING, Folder, mapping, read_json
 from export.rules.tensors import missing_siblings
 
 _AGAIN = "export again into an empty folder"
@@ -55,7 +56,7 @@ def _index(folder: Folder) -> Iterator[Finding]:
 def _split_modules(folder: Folder) -> Iterator[Finding]:
     files: dict[str, set[str]] = {}
     for module in folder.packed:
-        for leaf in ("weight", *SCALES):
+        for leaf in folder.layout.leaves:
             if f"{module}.{leaf}" in folder.tensors:
                 files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
     split = [module for module, found in files.items() if len(found) > 1]
@@ -89,7 +90,11 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
             )
         elif entry.dtype not in FLOATING:
             yield error("E11", module, f"{name} is {entry.dtype} and has no scale, expected BF16", _AGAIN)
-    places = {*skeleton.parameters, *skeleton.buffers, *(f"{m}.{leaf}" for m in packed for leaf in SCALES)}
+    places = {
+        *skeleton.parameters,
+        *skeleton.buffers,
+        *(f"{m}.{leaf}" for m in packed for leaf in folder.layout.leaves),
+    }
     extra = [
         name
         for name in folder.tensors
