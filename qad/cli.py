@@ -73,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--shard-size", type=int, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
 
+    sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
+    sub.add_argument("folder", type=Path, metavar="DIR")
+    sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
+
     sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
     sub.add_argument("folder", type=Path, metavar="DIR")
     sub.add_argument("--source", type=Path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights")
@@ -182,6 +187,14 @@ def _export(args: argparse.Namespace) -> int:
     from export.writer import export_arm
 
     artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
+    _say(f"checkpoint: {artifact.path}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from export.convert import convert
+
+    artifact = convert(args.folder, args.layout, args.out)
     _say(f"checkpoint: {artifact.path}")
     return 0
 
