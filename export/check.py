@@ -13,7 +13,7 @@ from pathlib import Path
 from export.findings import Finding, error, to_json, warning
 from export.folder import Folder, open_folder
 from export.layout import COMPRESSED_TENSORS
-from export.rules import coverage, files, metadata, tensors
+from export.rules import coverage, experts, files, metadata, tensors
 from export.rules.against_arm import against_arm
 from qad.errors import UsageError
 
@@ -58,5 +58,5 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from tensors.e6_scale_groups(folder)
     yield from coverage.e7_exclusion(folder)
     yield from coverage.e8_excluded_modules(folder)
-    yield from coverage.e9_experts(folder)
+    yield from experts.e9_experts(folder)
     yield from coverage.e10_kv_scales(folder)

@@ -1,10 +1,11 @@
-"""E7, E8, E9, E10: which modules are quantized, excluded, complete; which caches are scaled."""
+"""E7, E8, E10: which modules are quantized, which excluded; which caches are scaled."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator
+
+import torch
 
 from export.exclude import (
     compressed_tensors_quantizes,
@@ -13,7 +14,7 @@ from export.exclude import (
     vllm_excludes,
 )
 from export.findings import Finding, error
-from export.folder import Folder, mapping
+from export.folder import Folder
 from export.layout import COMPRESSED_TENSORS, SCALES
 
 _AGAIN = "export the arm again"
@@ -67,28 +68,20 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
             yield error(
                 "E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor"
             )
+        if folder.tied and name == "lm_head.weight" and _differs_from_the_embedding(folder):
+            yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
+                        "use the embedding", "set tie_word_embeddings to false, or remove lm_head.weight")  # fmt: skip
         if folder.tied and module == "lm_head" and (leaf in SCALES or folder.tensors[name][1].dtype == "U8"):
             yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
                         "keep head and embedding BF16, or untie them")  # fmt: skip
 
 
-def e9_experts(folder: Folder) -> Iterator[Finding]:
-    """Every expert of a layer is there, with the same projections as the others."""
-    experts: dict[str, dict[int, set[str]]] = {}
-    for name in folder.tensors:
-        match = re.match(r"(.*\.experts)\.(\d+)\.(.+)$", name)
-        if match:
-            experts.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-    config = mapping(folder.config.get("text_config")) or folder.config
-    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    wanted = next((count for count in counts if isinstance(count, int) and count > 0), None)
-    for parent, by_number in experts.items():
-        everything = set.union(*by_number.values())
-        for number in range(wanted or max(by_number) + 1):
-            missing = everything - by_number.get(number, set())
-            if missing:
-                yield error("E9", f"{parent}.{number}", f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other "
-                            "experts have", _AGAIN)  # fmt: skip
+def _differs_from_the_embedding(folder: Folder) -> bool:
+    embedding = next((f"{module}.weight" for module in folder.embeddings), None)
+    if embedding is None or embedding == "lm_head.weight":
+        return False
+    head, table = folder.get("lm_head.weight"), folder.get(embedding)
+    return head.shape != table.shape or head.dtype != table.dtype or not torch.equal(head, table)
 
 
 def e10_kv_scales(folder: Folder) -> Iterator[Finding]:

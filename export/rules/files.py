@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from export.config_files import INDEX
@@ -103,9 +104,23 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
     extra = [
         name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and "lm_head" in name)
     ]
-    if extra:
+    beyond = _beyond_the_last_layer(folder, extra)
+    if beyond:
+        yield error("E11", beyond[0], f"belongs to a layer that config.json does not have ({len(beyond)} tensors): engines stop, "
+                    "or serve the model without it", "correct num_hidden_layers")  # fmt: skip
+    elif extra:
         yield warning("E11", extra[0], f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it "
                       "or stop", "remove it, unless the engine is known to read it")  # fmt: skip
+
+
+def _beyond_the_last_layer(folder: Folder, extra: list[str]) -> list[str]:
+    """Tensors of layers that the config does not count; extra layers for multi-token prediction have a key of their own."""
+    config = mapping(folder.config.get("text_config")) or folder.config
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int) or any("nextn" in key or "mtp" in key for key in config):
+        return []
+    numbers = ((name, re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)) for name in extra)
+    return [name for name, number in numbers if number and int(number[1]) >= count]
 
 
 def _own_files(folder: Folder) -> Iterator[Finding]:

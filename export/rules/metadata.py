@@ -55,8 +55,8 @@ def _method(folder: Folder) -> Iterator[Finding]:
         layout for layout in LAYOUTS.values() if any(f"{m}.{layout.global_scale}" in folder.tensors for m in packed)
     ]
     wanted = named[0].name if len(named) == 1 else folder.layout.name
-    known = method in (folder.layout.name, "modelopt_fp4" if folder.layout is MODELOPT else None)
-    if not known or wanted != folder.layout.name:
+    known = (MODELOPT.name, "modelopt_fp4") if folder.layout is MODELOPT else (COMPRESSED_TENSORS.name,)
+    if method not in known or wanted != folder.layout.name:
         yield error("E1", "config.json", f"quant_method is {method!r}: vLLM does not know what to do with these tensors",
                     f'set it to "{wanted}"')  # fmt: skip
 

@@ -184,13 +184,11 @@ def test_kv_scales_change_their_names_and_come_back(exports: dict[str, Path], tm
             index["metadata"]["total_size"] += 4
             value *= 2
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name, change in (
-        ("config.json", lambda c: c["quantization_config"].update(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
-        ("hf_quant_config.json", lambda c: c["quantization"].update(kv_cache_quant_algo="FP8")),
-    ):  # fmt: skip
-        loaded = json.loads((source / name).read_text())
-        change(loaded)
-        (source / name).write_text(json.dumps(loaded))
+    config, nested = (json.loads((source / name).read_text()) for name in ("config.json", "hf_quant_config.json"))
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    nested["quantization"]["kv_cache_quant_algo"] = "FP8"
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "hf_quant_config.json").write_text(json.dumps(nested))
     assert check(source) == []
     convert(source, "compressed-tensors", tmp_path / "there")
     there = stored(tmp_path / "there")
