@@ -23,7 +23,7 @@ from export.rules.metadata import CHECKED
 from export.safetensors_writer import Entry, write_file
 from export.scheme import Scheme
 from export.writer import KIND, require_apart, require_room
-from qad.artifact import MANIFEST, Artifact, digest_of, open_artifact, run_stage, sha256_file
+from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
@@ -78,7 +78,7 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
 def excluded_names(folder: Folder) -> tuple[str, ...]:
     """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
     and `re:` patterns of one layout mean nothing in the other."""
-    listed = {name for name in folder.excluded if f"{name}.weight" in folder.tensors}
+    listed = {name for name in folder.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
     return tuple(sorted({*folder.linears, *folder.embeddings, *listed}))
 
 
@@ -99,17 +99,16 @@ def copy_other_files(folder: Folder, out: Path) -> None:
     for path in sorted(folder.path.rglob("*")):
         relative = path.relative_to(folder.path)
         hidden = relative.parts[0] in (".git", ".cache")
-        own = len(relative.parts) == 1 and (relative.name in _REWRITTEN or relative.name in folder.files)
+        own = len(relative.parts) == 1 and (relative.name in _REWRITTEN or relative.suffix == ".safetensors")
         if path.is_file() and not hidden and not own:
             (out / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, out / relative)
 
 
 def folder_digest(folder: Path) -> str:
-    """Identity by content: the manifest's where there is one, else over all files at the top of the folder."""
-    if (folder / MANIFEST).is_file():
-        return open_artifact(folder).digest
-    return digest_of({path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
+    """Identity by content, whatever a manifest says: the folder may have been changed since."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return digest_of({path.relative_to(folder).as_posix(): sha256_file(path) for path in files})
 
 
 def _convert_file(folder: Folder, target: Layout, file: str, out: Path, progress: Callable[[int], object]) -> None:

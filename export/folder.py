@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +200,15 @@ class Folder:
         return found
 
 
-def open_folder(path: Path) -> Folder:
-    """Raises UsageError for what is no NVFP4 checkpoint at all: no folder, no config, not quantized."""
+def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
+    """`skip`: weight files to leave out. Raises UsageError for what is no NVFP4 checkpoint at all: no folder, no config,
+    not quantized."""
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder: give the checkpoint folder that holds config.json")
     config = read_json(path / "config.json")
     if config is None:
         raise UsageError(f"{path} has no readable config.json: give a Hugging Face checkpoint folder")
-    files = tuple(sorted(p.name for p in path.glob("*.safetensors")))
+    files = tuple(sorted(p.name for p in path.glob("*.safetensors") if p.name not in skip))
     tensors: dict[str, tuple[str, Entry]] = {}
     unreadable: dict[str, str] = {}
     duplicates: list[str] = []

@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tp", type=int, default=1, metavar="N", help="planned tensor parallelism (default: 1)")
     sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
     sub.add_argument("--strict", action="store_true", help="warnings count as errors")
+    sub.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy where nothing is lost by it, and check "
+                     "that; what needs quantizing again is exported from --source")  # fmt: skip
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
@@ -204,15 +206,26 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.tp < 1:
         raise UsageError(f"--tp {args.tp}: expected a positive number")
-    findings = check(args.folder, source=args.source, tp=args.tp, engine=args.engine)
+    folder = _fixed(args) if args.fix else args.folder
+    findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
     bad = [f for f in findings if f.severity == "error" or args.strict]
     if args.json:
         _say(json.dumps(to_json(findings), indent=1))
     else:
         for f in findings:
             _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
-        _say(f"{args.folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
+        _say(f"{folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
     return 1 if bad else 0
+
+
+def _fixed(args: argparse.Namespace) -> Path:
+    """The repaired copy; the folder itself where there was nothing to repair. Says what was done, on standard error."""
+    from export.repair import repair
+
+    done = repair(args.folder, args.fix, args.source)
+    for line in done or [f"nothing to repair: {args.fix} was not written"]:
+        print(f"fix: {line}", file=sys.stderr)
+    return Path(args.fix if done else args.folder)
 
 
 def _measure(args: argparse.Namespace) -> int:

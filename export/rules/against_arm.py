@@ -10,6 +10,7 @@ from torch import Tensor
 
 from export.findings import Finding, error, warning
 from export.folder import FLOATING, Folder
+from export.layout import Layout
 from export.rules.against_source import against_source
 from qad.arm import Arm, open_arm, quantize_group
 from qad.fusion import scale_groups
@@ -40,6 +41,23 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
                 told = f"{name} is not {arm.name}'s, rounded to BF16"
                 yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
     yield from against_source(folder, arm.source)
+
+
+def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
+    """(same, whole): packed modules of a folder that may be broken whose tensors are well-formed under the layout's names,
+    and how many of them are to the bit what the arm exports."""
+    same = whole = 0
+    assert arm.selection is not None
+    for group in arm.selection.groups:
+        expected = quantize_group({module: arm.weight(f"{module}.weight") for module in group})
+        for module, own in expected.items():
+            wanted = layout.tensors(module, own, None)
+            found = {name: folder.get(name) for name in wanted if name in folder.tensors}
+            if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
+                whole += 1
+                same += all(torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
+                            for leaf in (layout.codes, layout.block_scale))  # fmt: skip
+    return same, whole
 
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:

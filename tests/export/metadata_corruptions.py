@@ -296,3 +296,9 @@ METADATA_KINDS: dict[str, Kind] = {
     "total_size": index_size,
     "index lost": index_lost,
 }
+
+# Kinds that a layout has no place for.
+NOT_IN = {
+    "compressed-tensors": ["key of hf_quant_config lost", "value of hf_quant_config", "excluded in one place only"],
+    "modelopt": ["unknown key in a config group", "format or status"],
+}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from damaged_checkpoint import Checkpoint, Kind
-from metadata_corruptions import METADATA_KINDS
+from metadata_corruptions import METADATA_KINDS, NOT_IN
 from safetensors.torch import load_file, save_file
 from silent_corruptions import SILENT_KINDS
 from tensor_corruptions import TENSOR_KINDS
@@ -29,11 +29,6 @@ from qad.errors import QadError
 
 KINDS = {**TENSOR_KINDS, **METADATA_KINDS}
 PLACES = 2
-# Kinds that a layout has no place for.
-NOT_IN = {
-    "compressed-tensors": ["key of hf_quant_config lost", "value of hf_quant_config", "excluded in one place only"],
-    "modelopt": ["unknown key in a config group", "format or status"],
-}
 SHAPES = ("dense, one file, KV scales", "weight-only, shards, untied", "experts")
 
 
