@@ -1,19 +1,44 @@
-"""The exported folder's README.md: a model card by the hub's conventions, carried over from the source's."""
+"""The exported folder's README.md and .gitattributes: by the hub's conventions, carried over from the source's card."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import yaml
 
+from export.layout import Layout
+from export.safetensors_writer import Entry
 from qad.arm import Arm
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
+# The hub keeps weights and a large tokenizer.json in its large-file store; everything else is text in git.
+GIT_ATTRIBUTES = "".join(
+    f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in ("*.safetensors", "*.model", "tokenizer.json")
+)
 
 
-def model_card(arm: Arm) -> str:
-    """Front matter (base_model, licence, tags, name, quantization) and a paragraph that says what the weights are."""
+def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: str | None = None) -> str:
+    """Front matter (base_model, licence, tags, name, quantization), what the weights are, and where the bytes go.
+
+    recovery: a Markdown table of measured recovery, placed under a heading of its own; None: the card says nothing of it.
+    """
+    assert arm.selection is not None
+    front = _front_matter(arm, layout)
+    made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
+    parameters = sum(n * k for n, k in arm.selection.modules.values())
+    text = (
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {front['model_name']}\n\n"
+        f"{arm.source.display_name} {made} with nvfp4-qad: {len(arm.selection.modules)} Linears, {parameters:,} weights in "
+        "4 bits with an E4M3 scale for 16 and one FP32 scale per fused group; everything else is BF16. "
+        f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
+    )
+    return text if recovery is None else f"{text}\n## Recovery\n\n{recovery.strip()}\n"
+
+
+def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
     assert arm.selection is not None
     card, name = arm.source.card, arm.source.display_name
     front: dict[str, Any] = {"model_name": f"{name}, {arm.selection.format} ({arm.name.upper()})"}
@@ -22,7 +47,7 @@ def model_card(arm: Arm) -> str:
         front |= {"base_model": base, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card[key] for key in _CARRIED if key in card}
-    own = ["nvfp4", "modelopt", "nvfp4-qad", arm.name]
+    own = ["nvfp4", layout.name, "nvfp4-qad", arm.name]
     carried = [tag for tag in _list(card.get("tags")) if tag not in own]
     front["tags"] = [*carried, *own]
     front["quantization"] = {
@@ -30,13 +55,42 @@ def model_card(arm: Arm) -> str:
         "method": "quantization-aware distillation" if arm.trained else "post-training quantization",
         "group_size": 16,
     }
-    made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
-    parameters = sum(n * k for n, k in arm.selection.modules.values())
+    return front
+
+
+def size_table(layout: Layout, entries: Iterable[Entry]) -> str:
+    """Bytes by kind, as Markdown. Effective bits per parameter are 8 x bytes / logical parameters; scales are none."""
+    sizes = dict.fromkeys(("4-bit codes", "block scales", "global and input scales", "unquantized"), 0)
+    quantized = parameters = 0
+    for entry in entries:
+        leaf, elements = entry.name.rpartition(".")[2], math.prod(entry.shape)
+        if leaf == layout.codes and entry.dtype == "U8":
+            kind, quantized = "4-bit codes", quantized + 2 * elements
+        elif leaf == layout.block_scale and entry.dtype == "F8_E4M3":
+            kind = "block scales"
+        elif leaf in layout.scales or leaf in ("k_scale", "v_scale"):
+            kind = "global and input scales"
+        else:
+            kind, parameters = "unquantized", parameters + elements
+        sizes[kind] += entry.bytes
+    parameters += quantized
+    total = sum(sizes.values())
+    rows = [
+        f"| {kind} | {size:,} | {100 * size / total:.1f} % |" for kind, size in (*sizes.items(), ("all tensors", total))
+    ]
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {front['model_name']}\n\n"
-        f"{name} {made} with nvfp4-qad: {len(arm.selection.modules)} Linears, {parameters:,} weights in 4 bits with an "
-        "E4M3 scale for 16 and one FP32 scale per fused group; everything else is BF16.\n"
+        "\n".join(("| | bytes | share |", "|---|---:|---:|", *rows))
+        + f"\n\n{parameters:,} parameters, {100 * quantized / parameters:.1f} % of them in 4 bits; "
+        f"{8 * total / parameters:.2f} bits per parameter, everything counted.\n"
     )
+
+
+def relabel(card: str, old: Layout, new: Layout) -> str:
+    """A card of this tool whose files were converted: the layout's name in tags and text. Another's card is left alone."""
+    if "- nvfp4-qad\n" not in card:
+        return card
+    card = card.replace(f"- {old.name}\n", f"- {new.name}\n", 1)
+    return card.replace(f"in the {old.name} layout", f"in the {new.name} layout", 1)
 
 
 def _is_hub_name(name: str) -> bool:

@@ -1,6 +1,7 @@
 """`qad check`: refuse a broken NVFP4 checkpoint before an engine silently serves garbage.
 
-Reads headers, scales and metadata; packed codes only where a scale is zero. Works on anybody's ModelOpt-layout folder.
+Reads headers, scales and metadata; packed codes only where a scale is zero. Works on anybody's folder in the
+ModelOpt or the compressed-tensors layout.
 The rules and what each engine does with a fault are in ARCHITECTURE.md.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.findings import Finding, error, to_json
+from export.findings import Finding, error, to_json, warning
 from export.folder import Folder, open_folder
-from export.rules import coverage, files, metadata, tensors
+from export.layout import COMPRESSED_TENSORS
+from export.rules import coverage, experts, files, metadata, tensors
 from export.rules.against_arm import against_arm
 from qad.errors import UsageError
 
@@ -30,6 +32,9 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
         raise UsageError(f"tp {tp}, engine {engine!r}: expected tp >= 1 and one of {', '.join(ENGINES)}")
     opened = open_folder(folder)
     findings = list(_findings(opened, tp))
+    if engine == "trtllm" and opened.layout is COMPRESSED_TENSORS:
+        findings.append(warning("E1", "config.json", "TensorRT-LLM reads the compressed-tensors layout only in part",
+                                "qad convert DIR --layout modelopt", "trtllm"))  # fmt: skip
     if source is not None and not any(f.severity == "error" for f in findings):
         findings += against_arm(opened, source)
     if engine != "all":
@@ -53,5 +58,5 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from tensors.e6_scale_groups(folder)
     yield from coverage.e7_exclusion(folder)
     yield from coverage.e8_excluded_modules(folder)
-    yield from coverage.e9_experts(folder)
+    yield from experts.e9_experts(folder)
     yield from coverage.e10_kv_scales(folder)

@@ -2,7 +2,8 @@
 
 Engines build fused modules (qkv_proj, gate_up_proj), and an entry that was meant for one Linear can match another: vLLM
 also takes an entry as a substring, so `model.layers.1` drops layers 10-19 and `mlp.gate` drops `mlp.gate_up_proj`.
-Sources: vLLM 0.32 ModelOptQuantConfigBase.is_layer_excluded; TensorRT-LLM QuantConfig.is_module_excluded_from_quantization.
+Sources: vLLM 0.32 ModelOptQuantConfigBase.is_layer_excluded and CompressedTensorsConfig.get_scheme_dict;
+compressed-tensors 0.20 utils.match.is_match; TensorRT-LLM QuantConfig.is_module_excluded_from_quantization.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from fnmatch import fnmatch, fnmatchcase
 
 from qad.fusion import siblings_of
 
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 _FUSED_LEAF = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13", "q_a_proj": "fused_qkv_a_proj"}
 
 
 def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str] | None = None) -> bool:
     """True where vLLM runs the module unquantized. `modules`: the model's own, so that only members that exist count as
     fused (None: all do). Raises ValueError where vLLM refuses: part of a fused module is excluded."""
-    members = [name for name in siblings_of(module) if modules is None or name in modules or name == module]
+    experts = _EXPERT.match(module)
+    if experts:  # one layer to vLLM: any entry that names something inside it takes all of it out
+        return any(experts[1] in pattern for pattern in patterns) or _vllm_matches(experts[1], patterns)
+    members = _fused_members(module, modules)
     if len(members) > 1:
         exact = [name in patterns for name in members]
         if all(exact):
@@ -29,6 +34,50 @@ def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str]
             raise ValueError(f"only part of {fused} is excluded")
         return _vllm_matches(fused, patterns)
     return module in patterns or _vllm_matches(module, patterns)
+
+
+def vllm_compressed_tensors_quantizes(
+    module: str, targets: Sequence[str], ignore: Sequence[str], modules: Collection[str] | None = None
+) -> bool:
+    """True where vLLM waits for the module's scales in a compressed-tensors checkpoint: it is not ignored, and a target
+    names it, matches it (`re:`), or is part of its class's name. `modules` as above. Raises ValueError where vLLM refuses:
+    part of a fused module is ignored."""
+    members = _fused_members(module, modules)
+    fused = _fused_name(siblings_of(module)[0]) if len(members) > 1 else module
+    ignored = [any(_equal_or_regex(name, pattern) for pattern in ignore) for name in members]
+    if any(_equal_or_regex(fused, pattern) for pattern in ignore) or all(ignored):
+        return False
+    if any(ignored):
+        raise ValueError(f"only part of {fused} is ignored")
+    if any(_equal_or_regex(fused, target) for target in targets):
+        return True
+    if all(any(_equal_or_regex(name, target) for target in targets) for name in members):
+        return True
+    is_head = module.rpartition(".")[2] == "lm_head"  # its class is ParallelLMHead
+    by_class = (target.lower() in "parallellinear" for target in targets if not target.startswith("re:"))
+    return not is_head and any(by_class)
+
+
+def compressed_tensors_quantizes(module: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
+    """True where the compressed-tensors library, and so transformers, makes the module (an nn.Linear) a quantized one."""
+
+    def matches(pattern: str) -> bool:
+        return pattern == "Linear" or _equal_or_regex(module, pattern)
+
+    return any(matches(target) for target in targets) and not any(matches(pattern) for pattern in ignore)
+
+
+def _equal_or_regex(name: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return pattern == name
+    try:
+        return re.match(pattern[3:], name) is not None
+    except re.error:
+        return False
+
+
+def _fused_members(module: str, modules: Collection[str] | None) -> list[str]:
+    return [name for name in siblings_of(module) if modules is None or name in modules or name == module]
 
 
 def _vllm_matches(name: str, patterns: Sequence[str]) -> bool:

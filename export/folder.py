@@ -6,20 +6,24 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from export.compressed_tensors import FORMAT
+from export.config_files import INDEX, NESTED
+from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
+from export.safetensors_writer import Entry
 from export.skeleton import Skeleton, build_skeleton
-from export.store import Entry
 from qad.errors import UsageError
+from qad.nvfp4 import QuantizedTensor
 from qad.selection import never_quantized
 
-INDEX = "model.safetensors.index.json"
-SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 FLOATING = ("BF16", "F16", "F32")
+_METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -51,11 +55,60 @@ class Folder:
         return mapping((self.nested or {}).get("quantization"))
 
     @property
+    def targets(self) -> list[str]:
+        """compressed-tensors: what the config groups quantize, module types, names and `re:` patterns."""
+        groups = mapping((self.quantization or {}).get("config_groups")).values()
+        return [target for group in groups for target in names(mapping(group).get("targets"))]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Which quant_method says; where it says nothing known, the one whose names the tensors have."""
+        method = (self.quantization or {}).get("quant_method")
+        if isinstance(method, str) and method in _METHODS:
+            return _METHODS[method]
+        packed = any(name.endswith(f".{COMPRESSED_TENSORS.codes}") for name in self.tensors)
+        return COMPRESSED_TENSORS if packed else MODELOPT
+
+    @property
     def algorithm(self) -> str | None:
+        """NVFP4, W4A16_NVFP4, or what else the metadata names; None where they name nothing."""
+        if self.layout is COMPRESSED_TENSORS:
+            return self._compressed_tensors_algorithm()
         for place in (self.quantization or {}, self.nested_quantization):
             if place.get("quant_algo"):
                 return str(place["quant_algo"])
         return None
+
+    def _compressed_tensors_algorithm(self) -> str:
+        outer = self.quantization or {}
+        groups = [mapping(group) for group in mapping(outer.get("config_groups")).values()]
+        formats = {str(place["format"]) for place in (outer, *groups) if place.get("format")}
+        if formats - {FORMAT} and self._holds_other_formats:
+            return ", ".join(sorted(formats))
+        if groups:
+            return "NVFP4" if any(group.get("input_activations") for group in groups) else "W4A16_NVFP4"
+        with_input = any(name.endswith(f".{COMPRESSED_TENSORS.input_scale}") for name in self.tensors)
+        return "NVFP4" if with_input else "W4A16_NVFP4"
+
+    @property
+    def _holds_other_formats(self) -> bool:
+        """8-bit or integer weights beside or instead of NVFP4."""
+        return any(
+            name.rpartition(".")[2] in ("weight", "weight_packed")
+            and entry.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32")
+            for name, (_, entry) in self.tensors.items()
+        )
+
+    @property
+    def holds_nvfp4(self) -> bool:
+        """Any module with 4-bit codes beside E4M3 block scales."""
+        for layout in LAYOUTS.values():
+            for name, (_, entry) in self.tensors.items():
+                module, _, leaf = name.rpartition(".")
+                scale = self.entry(f"{module}.{layout.block_scale}")
+                if leaf == layout.codes and entry.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3":
+                    return True
+        return False
 
     @property
     def excluded(self) -> list[str]:
@@ -64,6 +117,15 @@ class Folder:
             if isinstance(place.get(key), list):
                 return names(place[key])
         return []
+
+    @property
+    def kv_cache(self) -> str | None:
+        """The KV cache algorithm that is announced: FP8, or what else the metadata says; None where there is none."""
+        scheme = (self.quantization or {}).get("kv_cache_scheme")
+        algorithm = self.nested_quantization.get("kv_cache_quant_algo") or scheme
+        if not algorithm or isinstance(algorithm, str):
+            return algorithm or None
+        return {8: "FP8", 4: "NVFP4"}.get(mapping(algorithm).get("num_bits", 0), str(algorithm))
 
     @property
     def tied(self) -> bool:
@@ -85,13 +147,18 @@ class Folder:
         found = self.tensors.get(name)
         return found[1] if found else None
 
+    def quantized(self, module: str) -> QuantizedTensor:
+        """A packed module with its decode scale. Its tensors must be there, with the dtypes of the layout."""
+        codes, block_scale, global_scale = (self.get(f"{module}.{leaf}") for leaf in self.layout.leaves[:3])
+        return QuantizedTensor(codes, block_scale, self.layout.decode_scale(global_scale))
+
     @functools.cached_property
     def packed(self) -> tuple[str, ...]:
-        """Modules with anything quantized about them: a U8 weight, or any weight scale."""
+        """Modules with anything quantized about them: U8 codes, or any scale, by the names of either layout."""
         modules: dict[str, None] = {}
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
-            if (leaf == "weight" and entry.dtype == "U8") or leaf in SCALES:
+            if (leaf == "weight" and entry.dtype == "U8") or leaf == "weight_packed" or leaf in SCALES:
                 modules[module] = None
         return tuple(modules)
 
@@ -104,6 +171,17 @@ class Folder:
         modules = {name.rpartition(".")[0] for name in self.tensors if not _EXPERT.search(name)}
         known = {name.rpartition(".")[0] for name in (*built.parameters, *built.buffers)}
         return built if not modules or len(modules & known) * 2 >= len(modules) else None
+
+    @property
+    def embeddings(self) -> list[str]:
+        """Embedding modules that have a weight of their own."""
+        known = self.skeleton.embeddings if self.skeleton else None
+        return [
+            module
+            for module, _, leaf in (name.rpartition(".") for name in self.tensors)
+            if leaf == "weight"
+            and (module in known if known is not None else module.endswith(("embed_tokens", "wte", "word_embeddings")))
+        ]
 
     @functools.cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -122,14 +200,15 @@ class Folder:
         return found
 
 
-def open_folder(path: Path) -> Folder:
-    """Raises UsageError for what is no NVFP4 checkpoint at all: no folder, no config, not quantized."""
+def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
+    """`skip`: weight files to leave out. Raises UsageError for what is no NVFP4 checkpoint at all: no folder, no config,
+    not quantized."""
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder: give the checkpoint folder that holds config.json")
     config = read_json(path / "config.json")
     if config is None:
         raise UsageError(f"{path} has no readable config.json: give a Hugging Face checkpoint folder")
-    files = tuple(sorted(p.name for p in path.glob("*.safetensors")))
+    files = tuple(sorted(p.name for p in path.glob("*.safetensors") if p.name not in skip))
     tensors: dict[str, tuple[str, Entry]] = {}
     unreadable: dict[str, str] = {}
     duplicates: list[str] = []
@@ -146,7 +225,7 @@ def open_folder(path: Path) -> Folder:
     folder = Folder(
         path,
         config,
-        read_json(path / "hf_quant_config.json"),
+        read_json(path / NESTED),
         read_json(path / INDEX),
         files,
         tensors,
@@ -155,9 +234,9 @@ def open_folder(path: Path) -> Folder:
     )
     if not config.get("quantization_config") and folder.nested is None and not folder.packed:
         raise UsageError(f"{path} is not quantized: `qad check` is for NVFP4 checkpoints (make one with `qad run`)")
-    method = (folder.quantization or {}).get("quant_method") or "modelopt"
-    if method not in ("modelopt", "modelopt_fp4"):
-        raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows the ModelOpt layout")
+    method = (folder.quantization or {}).get("quant_method")
+    if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_nvfp4:
+        raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")
     return folder
 
 

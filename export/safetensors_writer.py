@@ -6,21 +6,36 @@ that each is aligned; the file is, to the byte, the one the reference implementa
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from export.store import Entry
 
 # In the order of the reference implementation, which writes tensors from the last to the first.
 _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
            "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
            "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # fmt: skip
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
+_METADATA = {"format": "pt"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint file. dtype in safetensors' words."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        dtype = _DTYPES.get(self.dtype)
+        return (dtype.itemsize if dtype else 1) * math.prod(self.shape)
 
 
 def write_file(
@@ -28,12 +43,13 @@ def write_file(
     entries: Iterable[Entry],
     tensors: Iterable[tuple[str, Tensor]],
     progress: Callable[[int], object] = lambda written: None,
+    metadata: Mapping[str, str] = _METADATA,
 ) -> None:
     """Every entry must arrive exactly once with its dtype and shape; the file is on disk when this returns.
 
     Raises OSError (disk full), AssertionError where a tensor is not as announced.
     """
-    header, starts = _header(list(entries))
+    header, starts = _header(list(entries), metadata)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         base = file.tell()
@@ -51,9 +67,9 @@ def write_file(
         os.fsync(file.fileno())
 
 
-def _header(entries: list[Entry]) -> tuple[bytes, dict[str, tuple[int, Entry]]]:
+def _header(entries: list[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, Entry]]]:
     starts: dict[str, tuple[int, Entry]] = {}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in sorted(entries, key=lambda e: (-_RANK[e.dtype], e.name)):
         starts[entry.name] = (offset, entry)

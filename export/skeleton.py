@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """linears: nn.Linear modules, name -> (N, K). parameters: name -> shape. buffers: names, persistent or not."""
+    """linears: nn.Linear modules, name -> (N, K). embeddings: nn.Embedding modules. parameters: name -> shape. buffers:
+    names, persistent or not."""
 
     linears: dict[str, tuple[int, int]]
+    embeddings: frozenset[str]
     parameters: dict[str, tuple[int, ...]]
     buffers: frozenset[str]
 
 
-def build_skeleton(config: dict[str, Any]) -> Skeleton | None:
-    """None where transformers cannot build the model, and for remote code, which is never run."""
-    import torch
-    from torch import nn
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-    from transformers.utils import logging
+def model_config(config: dict[str, Any]) -> Any | None:
+    """The transformers configuration; None for what transformers does not know or does not understand."""
+    from transformers import CONFIG_MAPPING
 
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # what transformers thinks of a broken config is told by the findings
-    try:
-        built = CONFIG_MAPPING[config["model_type"]].from_dict(plain)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
-    except Exception:  # transformers raises anything for a config it does not understand; then files alone are read
+    with _quiet():
+        try:
+            return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+        except Exception:  # transformers raises anything for a config it does not understand
+            return None
+
+
+def build_skeleton(config: dict[str, Any]) -> Skeleton | None:
+    """None where transformers cannot build the model, and for remote code, which is never run."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return _build(json.dumps(plain, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=8)
+def _build(config: str) -> Skeleton | None:
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    built = model_config(json.loads(config))
+    if built is None:
         return None
-    finally:
-        logging.set_verbosity(level)
+    with _quiet():
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
+        except Exception:  # as above; then files alone are read
+            return None
+    modules = dict(model.named_modules())
     return Skeleton(
-        {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)},
+        {n: (m.out_features, m.in_features) for n, m in modules.items() if isinstance(m, nn.Linear)},
+        frozenset(n for n, m in modules.items() if isinstance(m, nn.Embedding)),
         {n: tuple(p.shape) for n, p in model.named_parameters()},
         frozenset(n for n, _ in model.named_buffers()),
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers thinks of a broken config is told by the findings."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -7,43 +7,19 @@ first and the bytes streamed behind it, one scale group in memory at a time.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from export.layout import Layout
+from export.safetensors_writer import Entry
 from qad.arm import Arm, quantize_group
 from qad.errors import ArtifactError
-from qad.nvfp4 import QuantizedTensor
 from qad.selection import Selection
 
-BYTES = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "I16": 2,
-         "F32": 4, "I32": 4, "F64": 8, "I64": 8}  # fmt: skip
 HEAD = "lm_head.weight"
 _FLOATING = ("BF16", "F16", "F32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor of a checkpoint file. dtype in safetensors' words."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return BYTES.get(self.dtype, 1) * math.prod(self.shape)
-
-
-class Layout(Protocol):
-    """How one quantized module is stored: names, dtypes and shapes first, the tensors later."""
-
-    def entries(self, module: str, n: int, k: int, activations: bool) -> list[Entry]: ...
-
-    def tensors(self, module: str, q: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from export.card import model_card
-from export.modelopt import ModelOptLayout, excluded_modules, hf_quant_config, quantization_config
+from export.card import GIT_ATTRIBUTES, model_card
+from export.config_files import write_config_files, write_index
+from export.layout import LAYOUTS, Layout
 from export.safetensors_writer import write_file
-from export.store import Layout, Unit, units
+from export.scheme import scheme_of
+from export.store import Unit, units
 from qad.arm import Arm, open_arm
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
 
 KIND = "checkpoint"
-LAYOUTS: dict[str, Layout] = {"modelopt": ModelOptLayout()}
 SHARD_SIZE = 5_000_000_000
 # Copied as they are: tokenizer, templates, generation settings, licence, code that auto_map names. Never weights.
 _COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.tiktoken",
@@ -53,14 +51,14 @@ def export_arm(
     if shard_size < 1:
         raise UsageError(f"shard_size is {shard_size} bytes: give a positive number, such as {SHARD_SIZE}")
     opened = open_arm(arm)
-    _require_apart(out, opened)
+    require_apart(out, {"arm": opened.folder, "source model": opened.source.folder})
     shards = plan_shards(list(units(opened, LAYOUTS[layout])), shard_size)
     config = {"layout": layout, "shard_size": shard_size}
     inputs = {"arm": open_artifact(arm).digest}
 
     def work(folder: Path) -> None:
-        _require_room(folder, sum(unit.bytes for shard in shards for unit in shard))
-        _metadata(opened, folder, shards)
+        require_room(folder, sum(unit.bytes for shard in shards for unit in shard))
+        _metadata(opened, folder, shards, LAYOUTS[layout])
         _weights(opened, folder, shards, progress)
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
@@ -101,27 +99,26 @@ def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _metadata(arm: Arm, folder: Path, shards: list[list[Unit]]) -> None:
+def _metadata(arm: Arm, folder: Path, shards: list[list[Unit]], layout: Layout) -> None:
     assert arm.selection is not None
-    weight_map = {
-        entry.name: _shard_name(number, len(shards))
+    entries = {
+        entry: _shard_name(number, len(shards))
         for number, shard in enumerate(shards, 1)
         for unit in shard
         for entry in unit.entries
     }
     if len(shards) > 1:
-        total = sum(unit.bytes for shard in shards for unit in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _json(folder / "model.safetensors.index.json", index)
-    excluded = excluded_modules(arm.selection, set(weight_map))
-    config = {**arm.source.config, "quantization_config": quantization_config(arm.selection, excluded)}
-    _json(folder / "config.json", config)
-    _json(folder / "hf_quant_config.json", hf_quant_config(arm.selection, excluded))
+        write_index(
+            folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
+        )
+    scheme = scheme_of(arm.selection, {entry.name for entry in entries})
+    write_config_files(folder, arm.source.config, layout, scheme)
     for path in _own_files(arm.source.folder):
         target = folder / path.relative_to(arm.source.folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
-    (folder / "README.md").write_text(model_card(arm), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")
+    (folder / ".gitattributes").write_text(GIT_ATTRIBUTES, encoding="utf-8")
 
 
 def _own_files(source: Path) -> list[Path]:
@@ -130,27 +127,20 @@ def _own_files(source: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file() and path.suffix not in _WEIGHTS)
 
 
-def _require_apart(out: Path, arm: Arm) -> None:
+def require_apart(out: Path, inputs: dict[str, Path]) -> None:
+    """Raises UsageError where `out` is, holds or lies inside a folder that is only read. inputs: what it is -> folder."""
     target = out.expanduser().resolve()
-    for what, folder in (("arm", arm.folder.resolve()), ("source model", arm.source.folder.resolve())):
+    for what, path in inputs.items():
+        folder = path.expanduser().resolve()
         if target == folder or folder in target.parents or target in folder.parents:
-            raise UsageError(
-                f"export to {out} would overwrite or lie inside the {what} {folder}: choose another folder"
-            )
+            raise UsageError(f"{out} would overwrite or lie inside the {what} {folder}: choose another folder")
 
 
-def _require_room(folder: Path, weights: int) -> None:
+def require_room(folder: Path, weights: int) -> None:
+    """Raises StorageError where the disk of `folder` has no room for `weights` bytes and what lies beside them."""
     free = shutil.disk_usage(folder).free
     if free < weights + _SPARE:
         raise StorageError(
-            f"{folder.parent} has {free / 1e9:.2f} GB free, the export needs {(weights + _SPARE) / 1e9:.2f} GB: make room "
-            "and run the same command again"
+            f"{folder.parent} has {free / 1e9:.2f} GB free, {(weights + _SPARE) / 1e9:.2f} GB are needed: make room and run "
+            "the same command again"
         )
-
-
-def _json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=4, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from qad import __version__
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
+_LAYOUTS = ["modelopt", "compressed-tensors"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +69,13 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
     sub.add_argument("arm", type=Path, metavar="ARM_DIR")
-    sub.add_argument("--layout", choices=["modelopt"], default="modelopt", help="checkpoint layout (default: modelopt)")
+    sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
     sub.add_argument("--shard-size", type=int, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+    sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
+    sub.add_argument("folder", type=Path, metavar="DIR")
+    sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
 
     sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
@@ -78,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tp", type=int, default=1, metavar="N", help="planned tensor parallelism (default: 1)")
     sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
     sub.add_argument("--strict", action="store_true", help="warnings count as errors")
+    sub.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy where nothing is lost by it, and check "
+                     "that; what needs quantizing again is exported from --source")  # fmt: skip
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
@@ -186,20 +194,39 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(args: argparse.Namespace) -> int:
+    from export.convert import convert
+
+    artifact = convert(args.folder, args.layout, args.out)
+    _say(f"checkpoint: {artifact.path}")
+    return 0
+
+
 def _check(args: argparse.Namespace) -> int:
     from export.check import check, to_json
 
     if args.tp < 1:
         raise UsageError(f"--tp {args.tp}: expected a positive number")
-    findings = check(args.folder, source=args.source, tp=args.tp, engine=args.engine)
+    folder = _fixed(args) if args.fix else args.folder
+    findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
     bad = [f for f in findings if f.severity == "error" or args.strict]
     if args.json:
         _say(json.dumps(to_json(findings), indent=1))
     else:
         for f in findings:
             _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
-        _say(f"{args.folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
+        _say(f"{folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
     return 1 if bad else 0
+
+
+def _fixed(args: argparse.Namespace) -> Path:
+    """The repaired copy; the folder itself where there was nothing to repair. Says what was done, on standard error."""
+    from export.repair import repair
+
+    done = repair(args.folder, args.fix, args.source)
+    for line in done or [f"nothing to repair: {args.fix} was not written"]:
+        print(f"fix: {line}", file=sys.stderr)
+    return Path(args.fix if done else args.folder)
 
 
 def _measure(args: argparse.Namespace) -> int:

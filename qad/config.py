@@ -148,7 +148,7 @@ class Train(_Strict):
 
 
 class Export(_Strict):
-    layout: Literal["modelopt"] = "modelopt"
+    layout: Literal["modelopt", "compressed-tensors"] = "modelopt"
     shard_size: Positive = 5_000_000_000
 
 

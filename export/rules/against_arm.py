@@ -10,59 +10,66 @@ from torch import Tensor
 
 from export.findings import Finding, error, warning
 from export.folder import FLOATING, Folder
+from export.layout import Layout
+from export.rules.against_source import against_source
 from qad.arm import Arm, open_arm, quantize_group
 from qad.fusion import scale_groups
 from qad.nvfp4 import QuantizedTensor, dequantize
 
 # Gaussian weights have .094-.096 under max calibration.
 _RELATIVE_ERROR = 0.15
-_LEAVES = ("weight", "weight_scale", "weight_scale_2")
 
 
 def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
-    """Decoded weights and unquantized tensors against the arm's own. Assumes a folder without errors. Raises ArtifactError
-    where `source` is no finished arm."""
+    """Decoded weights, input scales and unquantized tensors against the arm's own, config and prompts against its
+    source's. Assumes a folder without errors. Raises ArtifactError where `source` is no finished arm."""
     arm = open_arm(source)
     known = {*arm.source.tensors}
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
+    modules = [module for module in folder.packed if module not in lost]
     other: list[str] = []
-    for group in scale_groups(module for module in folder.packed if module not in lost):
+    for group in scale_groups(modules):
         yield from _group(folder, arm, group, other)
-    if other:
-        yield warning("W3", other[0], f"is quantized differently from what {arm.name} exports ({len(other)} modules): another "
-                      "arm's export, or another tool's rules", f"compare with an export of {source}")  # fmt: skip
+    yield from _quantized_otherwise(arm, other, len(modules))
+    yield from _input_scales(folder, arm, modules)
     for name, (_, entry) in folder.tensors.items():
         if entry.dtype in FLOATING and name in known and name.rpartition(".")[0] not in folder.packed:
             stored, own = folder.get(name).to(torch.bfloat16), arm.weight(name).to(torch.bfloat16)
             if stored.shape != own.shape or not torch.equal(_bits(stored), _bits(own)):
-                yield error(
-                    "W3",
-                    name.rpartition(".")[0],
-                    f"{name} is not {arm.name}'s, rounded to BF16",
-                    f"export {source} again",
-                )
+                told = f"{name} is not {arm.name}'s, rounded to BF16"
+                yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
+    yield from against_source(folder, arm.source)
+
+
+def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
+    """(same, whole): packed modules of a folder that may be broken whose tensors are well-formed under the layout's names,
+    and how many of them are to the bit what the arm exports."""
+    same = whole = 0
+    assert arm.selection is not None
+    for group in arm.selection.groups:
+        expected = quantize_group({module: arm.weight(f"{module}.weight") for module in group})
+        for module, own in expected.items():
+            wanted = layout.tensors(module, own, None)
+            found = {name: folder.get(name) for name in wanted if name in folder.tensors}
+            if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
+                whole += 1
+                same += all(torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
+                            for leaf in (layout.codes, layout.block_scale))  # fmt: skip
+    return same, whole
 
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:
     weights = {module: arm.weight(f"{module}.weight") for module in group}
     expected = quantize_group(weights, arm.frozen_scales(group))
     for module, weight in weights.items():
-        stored = QuantizedTensor(*(folder.get(f"{module}.{leaf}") for leaf in _LEAVES))
+        stored = folder.quantized(module)
         if stored.shape != weight.shape:
             yield error("W3", module, f"holds {list(stored.shape)} weights, {arm.name} has {list(weight.shape)}",
                         f"export {arm.folder} again")  # fmt: skip
             continue
-        own = expected[module]
-        same = all(
-            torch.equal(_bits(ours), _bits(theirs))
-            for ours, theirs in (
-                (own.packed, stored.packed),
-                (own.block_scale, stored.block_scale),
-                (own.global_scale, stored.global_scale),
-            )
-        )
+        same = _same(folder, module, expected[module])
         ratio = _relative_error(dequantize(stored), weight)
         if not ratio <= _RELATIVE_ERROR:
             told = f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about 0.095"
@@ -72,6 +79,51 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
                 yield error("W3", module, told, f"export {arm.folder} again")
         elif not same:
             other.append(module)
+
+
+def _same(folder: Folder, module: str, own: QuantizedTensor) -> bool:
+    """The tensors of the file are what this arm's export would hold, bit for bit; a scale that was converted from the other
+    layout may differ in its last bit."""
+    stored = folder.quantized(module)
+    codes = torch.equal(_bits(own.packed), _bits(stored.packed))
+    return codes and torch.equal(_bits(own.block_scale), _bits(stored.block_scale)) and _within_one_ulp(
+        stored.global_scale, own.global_scale
+    )  # fmt: skip
+
+
+def _within_one_ulp(a: Tensor, b: Tensor) -> bool:
+    """Of two positive FP32 scalars."""
+    return abs(int(a.reshape(()).view(torch.int32)) - int(b.float().reshape(()).view(torch.int32))) <= 1
+
+
+def _quantized_otherwise(arm: Arm, other: list[str], modules: int) -> Iterator[Finding]:
+    """Where most modules are the arm's export to the bit, one that is not was damaged; where few are, another tool
+    rounded, or another arm was trained further."""
+    if 2 * len(other) < modules:
+        for module in other:
+            yield error("W3", module, f"is not what {arm.name} exports, though {modules - len(other)} of {modules} modules are "
+                        "to the bit", f"export {arm.folder} again")  # fmt: skip
+    elif other:
+        yield warning("W3", other[0], f"is quantized differently from what {arm.name} exports ({len(other)} modules): another "
+                      "arm's export, or another tool's rules", f"compare with an export of {arm.folder}")  # fmt: skip
+
+
+def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Finding]:
+    other: list[str] = []
+    for module in modules:
+        name = f"{module}.{folder.layout.input_scale}"
+        own = arm.input_scales.get(module)
+        if own is None or name not in folder.tensors:
+            continue
+        if not _within_one_ulp(folder.layout.decode_scale(folder.get(name)), own):
+            other.append(module)
+    if 2 * len(other) < len(modules):
+        for module in other:
+            told = f"its input scale is not the one {arm.name} was calibrated with"
+            yield error("W3", module, told, f"export {arm.folder} again")
+    elif other:
+        yield warning("W3", other[0], f"has another input scale than {arm.name} ({len(other)} modules): another calibration",
+                      f"compare with an export of {arm.folder}")  # fmt: skip
 
 
 def _relative_error(decoded: Tensor, weight: Tensor) -> float:

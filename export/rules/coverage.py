@@ -1,36 +1,37 @@
-"""E7, E8, E9, E10: which modules are quantized, excluded, complete; which caches are scaled."""
+"""E7, E8, E10: which modules are quantized, which excluded; which caches are scaled."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from export.exclude import trtllm_excludes, vllm_excludes
+import torch
+
+from export.exclude import (
+    compressed_tensors_quantizes,
+    trtllm_excludes,
+    vllm_compressed_tensors_quantizes,
+    vllm_excludes,
+)
 from export.findings import Finding, error
-from export.folder import SCALES, Folder, mapping
+from export.folder import Folder
+from export.layout import COMPRESSED_TENSORS, SCALES
 
 _AGAIN = "export the arm again"
 
 
 def e7_exclusion(folder: Folder) -> Iterator[Finding]:
-    """Every unquantized Linear is excluded under both engines' rules, every packed one under neither."""
-    patterns = folder.excluded
-    for pattern in patterns:
+    """Every unquantized Linear is excluded under the rules of every engine that reads the layout, every packed one under
+    none."""
+    for pattern in folder.excluded:
         if pattern != pattern.strip(".") or not pattern:
-            yield error(
-                "E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
-                "use the full module name",
-            )  # fmt: skip
+            yield error("E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
+                        "use the full module name")  # fmt: skip
     everything = {*folder.packed, *folder.linears}
     for module, packed in [*((m, True) for m in folder.packed), *((m, False) for m in folder.linears)]:
-        for engine in ("vllm", "trtllm"):
+        for engine, excludes in _readers(folder, everything):
             try:
-                excluded = (
-                    vllm_excludes(module, patterns, everything)
-                    if engine == "vllm"
-                    else trtllm_excludes(module, patterns)
-                )
+                excluded = excludes(module)
             except ValueError as refusal:
                 yield error(
                     "E7", module, f"{refusal}: vLLM refuses to load", "exclude all fused members or none", engine
@@ -44,6 +45,20 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
                             f"add {module} to the exclude lists", engine)  # fmt: skip
 
 
+def _readers(folder: Folder, everything: set[str]) -> list[tuple[str, Callable[[str], bool]]]:
+    """Who reads the layout, and by which rule a module stays unquantized there."""
+    patterns, targets = folder.excluded, folder.targets
+    if folder.layout is COMPRESSED_TENSORS:
+        return [
+            ("vllm", lambda m: not vllm_compressed_tensors_quantizes(m, targets, patterns, everything)),
+            ("all", lambda m: not compressed_tensors_quantizes(m, targets, patterns)),
+        ]
+    return [
+        ("vllm", lambda m: vllm_excludes(m, patterns, everything)),
+        ("trtllm", lambda m: trtllm_excludes(m, patterns)),
+    ]
+
+
 def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
     """No scale tensors on excluded modules; a tied head has none and no packed weight."""
     excluded = set(folder.excluded)
@@ -53,51 +68,61 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
             yield error(
                 "E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor"
             )
+        if folder.tied and name == "lm_head.weight" and _differs_from_the_embedding(folder):
+            yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
+                        "use the embedding", "set tie_word_embeddings to false, or remove lm_head.weight")  # fmt: skip
         if folder.tied and module == "lm_head" and (leaf in SCALES or folder.tensors[name][1].dtype == "U8"):
             yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
                         "keep head and embedding BF16, or untie them")  # fmt: skip
 
 
-def e9_experts(folder: Folder) -> Iterator[Finding]:
-    """Every expert of a layer is there, with the same projections as the others."""
-    experts: dict[str, dict[int, set[str]]] = {}
-    for name in folder.tensors:
-        match = re.match(r"(.*\.experts)\.(\d+)\.(.+)$", name)
-        if match:
-            experts.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-    config = mapping(folder.config.get("text_config")) or folder.config
-    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    wanted = next((count for count in counts if isinstance(count, int) and count > 0), None)
-    for parent, by_number in experts.items():
-        everything = set.union(*by_number.values())
-        for number in range(wanted or max(by_number) + 1):
-            missing = everything - by_number.get(number, set())
-            if missing:
-                yield error("E9", f"{parent}.{number}", f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other "
-                            "experts have", _AGAIN)  # fmt: skip
+def _differs_from_the_embedding(folder: Folder) -> bool:
+    embedding = next((f"{module}.weight" for module in folder.embeddings), None)
+    if embedding is None or embedding == "lm_head.weight":
+        return False
+    head, table = folder.get("lm_head.weight"), folder.get(embedding)
+    return head.shape != table.shape or head.dtype != table.dtype or not torch.equal(head, table)
 
 
 def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     """k_scale and v_scale come in pairs, are positive scalars, and exist exactly where a KV algorithm is announced."""
-    algorithm = folder.nested_quantization.get("kv_cache_quant_algo") or (folder.quantization or {}).get(
-        "kv_cache_scheme"
-    )
+    announced = folder.kv_cache
     scales = [name for name in folder.tensors if name.endswith((".k_scale", ".v_scale"))]
-    if scales and not algorithm:
+    if scales and not announced:
         yield error("E10", scales[0].rpartition(".")[0], "has KV scales but no KV cache algorithm is announced",
-                    "announce FP8 in both places or remove the scales")  # fmt: skip
-    if algorithm and not scales:
+                    "announce FP8 or remove the scales")  # fmt: skip
+    if announced and not scales:
         yield error("E10", "config.json", "announces a quantized KV cache but there are no scales: the engine uses 1.0",
-                    "calibrate KV scales, or set kv_cache_quant_algo to null")  # fmt: skip
+                    "calibrate KV scales, or announce no quantized KV cache")  # fmt: skip
+    attentions = {_attention(name): name for name in scales}
+    for attention, name in attentions.items():
+        for lost in (folder.layout.kv_scale(attention, cache) for cache in ("k", "v")):
+            if lost not in folder.tensors:
+                yield error("E10", name.rpartition(".")[0], f"has {name.rpartition('.')[2]} but {lost} is missing",
+                            "write both, under the names of the layout")  # fmt: skip
+    if scales:
+        yield from _layers_without_kv_scales(folder, attentions)
     for name in scales:
-        module, entry = name.rpartition(".")[0], folder.tensors[name][1]
-        attention, leaf = module.rpartition(".")[0], name.rpartition(".")[2]
-        other = f"{attention}.v_proj.v_scale" if leaf == "k_scale" else f"{attention}.k_proj.k_scale"
-        if name.endswith(("k_proj.k_scale", "v_proj.v_scale")) and other not in folder.tensors:
-            yield error("E10", module, f"has {leaf} but {other} is missing", "write both")
+        module, leaf, entry = name.rpartition(".")[0], name.rpartition(".")[2], folder.tensors[name][1]
         if entry.shape not in ((), (1,)) or entry.dtype not in ("F32", "BF16", "F16"):
             yield error("E10", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         else:
             value = float(folder.get(name).float().reshape(()))
             if not (math.isfinite(value) and value > 0):
                 yield error("E10", module, f"{leaf} is {value}", "calibrate again")
+
+
+def _layers_without_kv_scales(folder: Folder, attentions: Collection[str]) -> Iterator[Finding]:
+    """Engines use 1.0 for an attention that has no scales while the others do."""
+    for module in (*folder.packed, *folder.linears):
+        parent, _, leaf = module.rpartition(".")
+        if leaf == "k_proj" and parent not in attentions:
+            yield error(
+                "E10", parent, "has no KV scales, which other layers have: the engine uses 1.0", "calibrate again"
+            )
+
+
+def _attention(name: str) -> str:
+    """The attention module of a KV scale, under the name of either layout."""
+    module = name.rpartition(".")[0]
+    return module.rpartition(".")[0] if module.endswith(("k_proj", "v_proj", "qkv_proj")) else module

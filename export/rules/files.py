@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from export.config_files import INDEX
 from export.findings import Finding, error, warning
-from export.folder import FLOATING, INDEX, SCALES, Folder, mapping, read_json
+from export.folder import FLOATING, Folder, mapping, read_json
 from export.rules.tensors import missing_siblings
 
 _AGAIN = "export again into an empty folder"
@@ -55,7 +57,7 @@ def _index(folder: Folder) -> Iterator[Finding]:
 def _split_modules(folder: Folder) -> Iterator[Finding]:
     files: dict[str, set[str]] = {}
     for module in folder.packed:
-        for leaf in ("weight", *SCALES):
+        for leaf in folder.layout.leaves:
             if f"{module}.{leaf}" in folder.tensors:
                 files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
     split = [module for module, found in files.items() if len(found) > 1]
@@ -89,7 +91,11 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
             )
         elif entry.dtype not in FLOATING:
             yield error("E11", module, f"{name} is {entry.dtype} and has no scale, expected BF16", _AGAIN)
-    places = {*skeleton.parameters, *skeleton.buffers, *(f"{m}.{leaf}" for m in packed for leaf in SCALES)}
+    places = {
+        *skeleton.parameters,
+        *skeleton.buffers,
+        *(f"{m}.{leaf}" for m in packed for leaf in folder.layout.leaves),
+    }
     extra = [
         name
         for name in folder.tensors
@@ -98,9 +104,23 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
     extra = [
         name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and "lm_head" in name)
     ]
-    if extra:
+    beyond = _beyond_the_last_layer(folder, extra)
+    if beyond:
+        yield error("E11", beyond[0], f"belongs to a layer that config.json does not have ({len(beyond)} tensors): engines stop, "
+                    "or serve the model without it", "correct num_hidden_layers")  # fmt: skip
+    elif extra:
         yield warning("E11", extra[0], f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it "
                       "or stop", "remove it, unless the engine is known to read it")  # fmt: skip
+
+
+def _beyond_the_last_layer(folder: Folder, extra: list[str]) -> list[str]:
+    """Tensors of layers that the config does not count; extra layers for multi-token prediction have a key of their own."""
+    config = mapping(folder.config.get("text_config")) or folder.config
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int) or any("nextn" in key or "mtp" in key for key in config):
+        return []
+    numbers = ((name, re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)) for name in extra)
+    return [name for name, number in numbers if number and int(number[1]) >= count]
 
 
 def _own_files(folder: Folder) -> Iterator[Finding]:

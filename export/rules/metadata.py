@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from export.exclude import compressed_tensors_quantizes
 from export.findings import Finding, error, warning
 from export.folder import Folder, mapping, names
+from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
+from export.rules.compressed_tensors import e1_scheme
 
 CHECKED = ("NVFP4", "W4A16_NVFP4")
 _NESTED_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
@@ -18,6 +21,10 @@ _AGAIN = "export the arm again"
 def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     """Both config places are present, well-formed and say the same; the nested one has the keys vLLM indexes."""
     outer, nested = folder.quantization, folder.nested_quantization
+    yield from _method(folder)
+    if folder.layout is COMPRESSED_TENSORS:
+        yield from e1_scheme(folder, outer or {})
+        return
     if outer is None:
         yield error("E1", "config.json", "has no quantization_config: vLLM and transformers read the model as BF16",
                     "copy it from hf_quant_config.json, or " + _AGAIN)  # fmt: skip
@@ -39,21 +46,37 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     yield from _same("KV cache bits", bits, {"FP8": 8, "NVFP4": 4}.get(str(algorithm)))
 
 
+def _method(folder: Folder) -> Iterator[Finding]:
+    """quant_method is the one that reads the tensors' names."""
+    if folder.quantization is None:
+        return
+    method, packed = folder.quantization.get("quant_method"), folder.packed
+    named = [
+        layout for layout in LAYOUTS.values() if any(f"{m}.{layout.global_scale}" in folder.tensors for m in packed)
+    ]
+    wanted = named[0].name if len(named) == 1 else folder.layout.name
+    known = (MODELOPT.name, "modelopt_fp4") if folder.layout is MODELOPT else (COMPRESSED_TENSORS.name,)
+    if method not in known or wanted != folder.layout.name:
+        yield error("E1", "config.json", f"quant_method is {method!r}: vLLM does not know what to do with these tensors",
+                    f'set it to "{wanted}"')  # fmt: skip
+
+
 def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
-    if not outer.get("quant_method"):
-        yield error("E1", "config.json", "quantization_config has no quant_method: vLLM does not know what to do with it",
-                    'set it to "modelopt"')  # fmt: skip
     yield from _list_of_names("config.json", "ignore", outer.get("ignore"), "ignore" in outer)
     if folder.algorithm not in CHECKED:
         return
     groups = outer.get("config_groups")
     if groups is None:
-        yield warning("E1", "config.json", "has no config_groups: some readers need it", _AGAIN)
+        yield error("E1", "config.json", "has no config_groups: readers that go by it load the model as BF16", _AGAIN)
     elif not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         yield error("E1", "config.json", f"config_groups is {groups!r}, expected an object of objects", _AGAIN)
     yield from _sixteen("config.json", outer.get("group_size"), "group_size" in outer)
     for name, group in mapping(groups).items():
         yield from _group(str(name), mapping(group), folder.algorithm == "NVFP4")
+    untargeted = [m for m in folder.packed if not compressed_tensors_quantizes(m, folder.targets, [])]
+    if untargeted and folder.targets:
+        yield error("E1", "config.json", f"no target of the config groups is or names {untargeted[0]}, which is packed "
+                    f"({len(untargeted)} modules)", 'set targets to ["Linear"]')  # fmt: skip
 
 
 def _group(name: str, group: dict[str, Any], activations: bool) -> Iterator[Finding]:
@@ -67,11 +90,11 @@ def _group(name: str, group: dict[str, Any], activations: bool) -> Iterator[Find
             yield error("E1", "config.json", f"{name}.{what} is {numbers!r}, expected an object", _AGAIN)
         elif wanted:
             yield from _sixteen(f"config.json {name}.{what}", mapping(numbers).get("group_size"), True)
-            found = {"dynamic": False, **{key: value for key, value in mapping(numbers).items() if key in _FOUR_BITS}}
+            found = {key: value for key, value in mapping(numbers).items() if key in _FOUR_BITS}
             if found != _FOUR_BITS or found["dynamic"] is not False:
                 yield error("E1", "config.json", f"{name}.{what} says {found}, NVFP4 is {_FOUR_BITS}", _AGAIN)
-    targets = group.get("targets", ["Linear"])
-    if not names(targets) or len(names(targets)) != len(targets):
+    targets = group.get("targets")
+    if not names(targets) or names(targets) != targets:
         yield error("E1", "config.json", f"{name}.targets is {targets!r}, expected module types or names", '["Linear"]')
 
 
@@ -90,7 +113,7 @@ def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _list_of_names(place: str, key: str, value: object, there: bool) -> Iterator[Finding]:
-    if there and (not isinstance(value, list) or len(names(value)) != len(value)):
+    if there and (not isinstance(value, list) or names(value) != value):
         yield error("E1", place, f"{key} is {value!r}, expected a list of module names", _AGAIN)
 
 
@@ -113,6 +136,12 @@ def e2_algorithm(folder: Folder) -> Iterator[Finding]:
     """The algorithm is one this checker knows; others are unsupported here, not broken."""
     if folder.algorithm is None:
         yield error("E2", "config.json", "names no quant_algo", "set it to NVFP4 or W4A16_NVFP4, as the tensors are")
+    elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_nvfp4:
+        yield error("E2", "config.json", f"quant_algo is {folder.algorithm}, but modules are packed in 4 bits: the engine reads "
+                    "codes as FP8 weights", "set it to NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
+    elif folder.algorithm == "MIXED_PRECISION" and not mapping((folder.quantization or {}).get("quantized_layers")):
+        yield error("E2", "config.json", "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every "
+                    "layer unquantized", "list them, or set NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
     elif folder.algorithm not in CHECKED:
         yield warning("E2", "config.json", f"quant_algo {folder.algorithm} is not one this checker knows: only files, index and "
                       "metadata were checked", "check it with the tool that made it")  # fmt: skip

@@ -10,49 +10,55 @@ from torch import Tensor
 
 from export.findings import Finding, error, warning
 from export.folder import Folder
+from export.layout import LAYOUTS
 from qad.fusion import scale_groups, siblings_of
+from qad.nvfp4 import E2M1_MAX, E4M3_MAX
 
 _AGAIN = "export the arm again"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
 
 
+# A global scale above this decodes to weights beyond FP16's range, which no model has: its reciprocal was stored.
+_LARGEST_WEIGHT = 65504.0
+
+
 def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
-    """A quantized Linear has exactly weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 scalar, and
-    input_scale iff W4A4."""
-    expected = folder.skeleton.linears if folder.skeleton else {}
+    """A quantized Linear has exactly codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], an F32 scalar global scale, and an
+    input scale iff W4A4, under the names of its layout."""
+    layout = folder.layout
     for module in folder.packed:
-        weight, scale = folder.entry(f"{module}.weight"), folder.entry(f"{module}.weight_scale")
-        if weight is None:
-            yield error("E3", module, "has scales but no weight", _AGAIN)
-            continue
-        if weight.dtype != "U8" or len(weight.shape) != 2:
-            yield error("E3", module, f"weight is {weight.dtype} {list(weight.shape)} beside its scales, expected U8 [N, K/2]",
-                        "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
-            continue
-        n, k = weight.shape[0], weight.shape[1] * 2
-        if n * k == 0:
-            yield error("E3", module, f"weight is empty ({list(weight.shape)})", _AGAIN)
-            continue
-        if module in expected and tuple(expected[module]) != (n, k):
-            yield error("E3", module, f"holds {n} x {k} weights, config.json asks for {list(expected[module])}", _AGAIN)
-        if scale is None:
-            yield error("E3", module, "lacks weight_scale: the engine stops or reads uninitialised memory", _AGAIN)
-        elif scale.dtype != "F8_E4M3":
-            yield error(
-                "E3",
-                module,
-                f"weight_scale is {scale.dtype}, expected F8_E4M3: vLLM casts it and serves garbage",
-                _AGAIN,
-            )
-        elif scale.shape != (n, k // 16):
-            yield error("E3", module, f"weight_scale is {list(scale.shape)}, expected {[n, k // 16]}", _AGAIN)
-        yield from _scalar(folder, module, "weight_scale_2", required=True)
-        yield from _scalar(folder, module, "input_scale", required=folder.algorithm == "NVFP4")
-        if folder.algorithm == "W4A16_NVFP4" and folder.entry(f"{module}.input_scale"):
-            yield error(
-                "E3", module, "has input_scale, but W4A16_NVFP4 leaves activations alone", "remove it, or set NVFP4"
-            )
+        codes = folder.entry(f"{module}.{layout.codes}")
+        if codes is None:
+            yield error("E3", module, f"has scales but no {layout.codes}", _AGAIN)
+        elif codes.dtype != "U8" or len(codes.shape) != 2:
+            yield error("E3", module, f"{layout.codes} is {codes.dtype} {list(codes.shape)} beside its scales, expected U8 "
+                        "[N, K/2]", "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
+        elif 0 in codes.shape:
+            yield error("E3", module, f"{layout.codes} is empty ({list(codes.shape)})", _AGAIN)
+        else:
+            yield from _shapes(folder, module, codes.shape[0], codes.shape[1] * 2)
+            yield from _scalar(folder, module, layout.global_scale, required=True)
+            yield from _scalar(folder, module, layout.input_scale, required=folder.algorithm == "NVFP4")
+            if folder.algorithm == "W4A16_NVFP4" and folder.entry(f"{module}.{layout.input_scale}"):
+                yield error("E3", module, f"has {layout.input_scale}, but W4A16_NVFP4 leaves activations alone",
+                            "remove it, or set NVFP4")  # fmt: skip
         yield from _unknown(folder, module)
+
+
+def _shapes(folder: Folder, module: str, n: int, k: int) -> Iterator[Finding]:
+    expected = folder.skeleton.linears if folder.skeleton else {}
+    leaf = folder.layout.block_scale
+    scale = folder.entry(f"{module}.{leaf}")
+    if module in expected and tuple(expected[module]) != (n, k):
+        yield error("E3", module, f"holds {n} x {k} weights, config.json asks for {list(expected[module])}", _AGAIN)
+    if scale is None:
+        yield error("E3", module, f"lacks {leaf}: the engine stops or reads uninitialised memory", _AGAIN)
+    elif scale.dtype != "F8_E4M3":
+        yield error(
+            "E3", module, f"{leaf} is {scale.dtype}, expected F8_E4M3: vLLM casts it and serves garbage", _AGAIN
+        )
+    elif scale.shape != (n, k // 16):
+        yield error("E3", module, f"{leaf} is {list(scale.shape)}, expected {[n, k // 16]}", _AGAIN)
 
 
 def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[Finding]:
@@ -61,30 +67,40 @@ def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[
         if required:
             yield error("E3", module, f"lacks {leaf}: vLLM does not notice and serves garbage or NaN", _AGAIN)
         return
-    if entry.dtype != "F32" or math.prod(entry.shape) != 1:
+    if entry.dtype != "F32" or math.prod(entry.shape) != 1 or len(entry.shape) > 1:
         yield error("E3", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         return
-    value = float(folder.get(f"{module}.{leaf}").reshape(()))
-    if not (math.isfinite(value) and value >= torch.finfo(torch.float32).tiny):
+    stored = folder.get(f"{module}.{leaf}")
+    value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored))
+    tiny = torch.finfo(torch.float32).tiny
+    if not (math.isfinite(value) and value >= tiny and math.isfinite(scale) and scale >= tiny):
         yield error("E3", module, f"{leaf} is {value}: it must be a normal positive number", _AGAIN)
-    elif leaf == "weight_scale_2" and value >= 1:
-        yield warning("E3", module, f"weight_scale_2 is {value:g}: weights above 2688, or a reciprocal was stored",
-                      "compare with the source's weights")  # fmt: skip
+    elif leaf == folder.layout.global_scale and scale >= 1:
+        largest = scale * E2M1_MAX * E4M3_MAX
+        told = f"{leaf} is {value:g}, so that weights reach {largest:g}: the reciprocal was stored"
+        if largest > _LARGEST_WEIGHT:
+            yield error(
+                "E3", module, told, "store " + ("1 / scale" if folder.layout.reciprocal else "the scale itself")
+            )
+        else:
+            yield warning("E3", module, told + ", or weights are very large", "compare with the source's weights")
 
 
 def _unknown(folder: Folder, module: str) -> Iterator[Finding]:
-    known = {"weight", "weight_scale", "weight_scale_2", "input_scale", "bias", "k_scale", "v_scale"}
+    known = {*folder.layout.leaves, "bias", "k_scale", "v_scale"}
     for name in folder.tensors:
-        if name.rpartition(".")[0] == module and name.rpartition(".")[2] not in known:
-            yield error(
-                "E3", module, f"has an unknown tensor {name.rpartition('.')[2]}: an internal buffer leaked", "remove it"
-            )
+        parent, _, leaf = name.rpartition(".")
+        if parent == module and leaf not in known:
+            other = next((layout.name for layout in LAYOUTS.values() if leaf in layout.leaves), None)
+            why = f"belongs to the {other} layout" if other else "is an internal buffer that leaked"
+            yield error("E3", module, f"has an unknown tensor {leaf}, which {why}", "remove it, or " + _AGAIN)
 
 
 def e4_bytes(folder: Folder) -> Iterator[Finding]:
     """No NaN and no negative weight scale; a zero scale over non-zero codes loses weights. No NaN or Inf elsewhere."""
+    layout = folder.layout
     for module in folder.packed:
-        scale, weight = folder.entry(f"{module}.weight_scale"), folder.entry(f"{module}.weight")
+        scale, weight = (folder.entry(f"{module}.{leaf}") for leaf in (layout.block_scale, layout.codes))
         if (
             scale is None
             or weight is None
@@ -93,7 +109,7 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
             or len(weight.shape) != 2
         ):
             continue
-        values = folder.get(f"{module}.weight_scale").view(torch.uint8)
+        values = folder.get(f"{module}.{layout.block_scale}").view(torch.uint8)
         if not values.numel() or (int(values.min()) > 0 and int(values.max()) < 0x7F):
             continue  # positive and finite, all of them
         nan, zero = (values & 0x7F) == 0x7F, (values & 0x7F) == 0
@@ -103,7 +119,7 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
         if negative.any():
             yield error("E4", module, f"{int(negative.sum())} block scales are negative", _AGAIN)
         if zero.any() and zero.shape == (weight.shape[0], weight.shape[1] // 8):
-            codes = folder.get(f"{module}.weight").view(weight.shape[0], -1, 8)
+            codes = folder.get(f"{module}.{layout.codes}").view(weight.shape[0], -1, 8)
             lost = zero & ((codes & 0x77) != 0).any(-1)
             if lost.any():
                 yield error("E4", module, f"{int(lost.sum())} block scales are zero over non-zero codes", _AGAIN)
@@ -132,7 +148,7 @@ def _finite(tensor: Tensor) -> bool:
 def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
     """K divisible by 16, also after tensor parallelism; W1: what kernels pad."""
     for module in folder.packed:
-        weight = folder.entry(f"{module}.weight")
+        weight = folder.entry(f"{module}.{folder.layout.codes}")
         if weight is None or weight.dtype != "U8" or len(weight.shape) != 2:
             continue
         n, k = weight.shape[0], weight.shape[1] * 2
@@ -154,7 +170,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
 
 
 def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
-    """Members of a fused group carry bit-equal weight_scale_2 and input_scale, and are quantized all or none."""
+    """Members of a fused group carry bit-equal global and input scales, and are quantized all or none."""
     packed = set(folder.packed)
     for group in scale_groups([*folder.packed, *folder.linears]):
         missing = [name for name in group if name not in packed]
@@ -167,7 +183,7 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
                     _AGAIN,
                 )
             continue
-        for leaf in ("weight_scale_2", "input_scale"):
+        for leaf in folder.layout.scales[1:]:
             bits = {
                 name: folder.get(f"{name}.{leaf}").reshape(-1).view(torch.uint8).tolist()
                 for name in group
@@ -181,7 +197,7 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
 
 def _w2(folder: Folder) -> Iterator[Finding]:
     for group in scale_groups(folder.packed):
-        names = [f"{m}.weight_scale" for m in group]
+        names = [f"{m}.{folder.layout.block_scale}" for m in group]
         entries = [folder.entry(name) for name in names]
         if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):
             byte = max(int((folder.get(name).view(torch.uint8) & 0x7F).max()) for name in names)

@@ -189,6 +189,16 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "outer group size 32": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32))),
     "kv scheme in one place": ("E1", "config.json", outer(lambda q: q.update(kv_cache_scheme="FP8"))),
     "unknown kv algorithm": ("E1", "hf_quant_config.json", nested(lambda q: q.update(kv_cache_quant_algo="FP2"))),
+    "FP8 announced over 4-bit codes": ("E2", "config.json", lambda f: (outer(lambda q: q.update(quant_algo="FP8"))(f), nested(lambda q: q.update(quant_algo="FP8"))(f))),
+    "mixed precision without layers": ("E2", "config.json", lambda f: (outer(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f), nested(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f))),
+    "another quant_method": ("E1", "config.json", outer(lambda q: q.update(quant_method="awq"))),
+    "quant_method of the other layout": ("E1", "config.json", outer(lambda q: q.update(quant_method="compressed-tensors"))),
+    "config_groups missing": ("E1", "config.json", outer(lambda q: q.pop("config_groups"))),
+    "dynamic missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].pop("dynamic"))),
+    "targets missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].pop("targets"))),
+    "targets that are not there": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].update(targets=["Conv1d"]))),
+    "reciprocal global scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].reciprocal_())),
+    "tensor of the other layout": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight"].clone()}))),
     "config of another size": ("E3", GATE, edit("config.json", lambda c: c.update(intermediate_size=256))),
 }  # fmt: skip
 
@@ -218,12 +228,53 @@ def test_a_norm_of_another_arm_is_told_apart(exported: Path, arm_dir: Path) -> N
     assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "error", "model.norm")]
 
 
-def test_the_export_of_an_arm_with_nearly_the_same_weights_is_told_apart(exported: Path, arm_dir: Path) -> None:
+def test_one_code_that_is_not_the_arms_is_damage(exported: Path, arm_dir: Path) -> None:
     def nudge(t: Tensors) -> None:
         t[f"{DOWN}.weight"].view(-1)[0] ^= 1
 
     tensors(nudge)(exported)
-    assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "warning", DOWN)]
+    assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "error", DOWN)]
+
+
+def test_the_export_of_an_arm_with_nearly_the_same_weights_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    def nudge(t: Tensors) -> None:
+        for name in t:
+            if f"{name}_scale" in t:
+                t[name].view(-1)[0] ^= 1
+
+    tensors(nudge)(exported)
+    assert [(f.rule, f.severity) for f in check(exported, source=arm_dir)] == [("W3", "warning")]
+
+
+def test_another_calibration_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    tensors(lambda t: t[f"{DOWN}.input_scale"].mul_(2))(exported)
+    assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "error", DOWN)]
+    tensors(lambda t: [s.mul_(1.5) for n, s in t.items() if n.endswith("input_scale")])(exported)
+    assert [(f.rule, f.severity) for f in check(exported, source=arm_dir)] == [("W3", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", lambda c: c.update(rms_norm_eps=0.5)),
+        ("config.json", lambda c: c.update(num_attention_heads=2, head_dim=32, num_key_value_heads=1)),
+        ("tokenizer.json", lambda t: t["model"]["merges"].pop()),
+    ],
+    ids=["norm epsilon", "heads", "a merge of the tokenizer lost"],
+)
+def test_what_the_source_has_otherwise_is_found(
+    exported: Path, arm_dir: Path, name: str, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    edit(name, change)(exported)
+    found = check(exported, source=arm_dir)
+    assert {(f.rule, f.severity) for f in found} == {("W3", "error")}
+    assert {f.module for f in found} == {name.removesuffix(".json") if name == "tokenizer.json" else name}
+
+
+def test_another_chat_template_is_another_prompt(exported: Path, arm_dir: Path) -> None:
+    template = exported / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert [(f.rule, f.module) for f in check(exported, source=arm_dir)] == [("W3", "tokenizer")]
 
 
 def test_an_unknown_architecture_is_judged_by_its_files(exported: Path) -> None:
@@ -246,6 +297,12 @@ def test_impossible_arguments_are_refused(exported_dir: Path, arguments: dict[st
 
 
 def test_an_fp8_checkpoint_says_what_was_not_checked(exported: Path) -> None:
+    def to_fp8(t: Tensors) -> None:
+        for name in [n.removesuffix("_scale_2") for n in t if n.endswith("weight_scale_2")]:
+            t[name] = torch.ones(t[name].shape[0], t[name].shape[1] * 2).to(torch.float8_e4m3fn)
+            t[f"{name}_scale"] = t.pop(f"{name}_scale_2")
+
+    tensors(to_fp8)(exported)
     outer(lambda q: q.update(quant_algo="FP8"))(exported)
     nested(lambda q: q.update(quant_algo="FP8"))(exported)
     assert [(f.rule, f.severity) for f in check(exported)] == [("E2", "warning")]

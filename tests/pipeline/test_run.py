@@ -263,3 +263,32 @@ def test_a_run_of_another_model_and_a_foreign_folder_are_refused(
     (foreign / "thesis.tex").write_text("mine")
     assert main(["run", str(recipe), "--out", str(foreign)]) == 2
     assert [p.name for p in foreign.iterdir()] == ["thesis.tex"]
+
+
+def test_a_layout_that_transformers_cannot_measure_is_refused_before_anything_runs(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, out = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
+    assert main(["run", str(recipe), "--set", "export.layout=compressed-tensors", "--out", str(out)]) == 2
+    assert "computes in bfloat16 only, dtype is float32" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_in_the_compressed_tensors_layout_is_measured_through_that_library(
+    tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    recipe, out = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
+    settings = (
+        "export.layout=compressed-tensors",
+        "dtype=bfloat16",
+        "measure.accuracy=null",
+        "measure.throughput=null",
+    )
+    sets = [argument for setting in settings for argument in ("--set", setting)]
+    assert main(["run", str(recipe), *sets, "--out", str(out)]) == 0
+    config = json.loads((out / "export" / "qad" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    record = json.loads((out / "measure" / "qad" / "fidelity.json").read_text())
+    assert record["engine"]["emulated"]

@@ -1,0 +1,147 @@
+"""`qad convert`: from one layout to the other, file by file, without quantizing anything again.
+
+Codes and block scales are copied byte for byte, global and input scales become their reciprocals (export/layout.py says
+what that costs: one ulp, once), KV scales and metadata change names, everything else goes along as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from export.card import relabel
+from export.check import check
+from export.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
+from export.findings import Finding
+from export.folder import Folder, open_folder
+from export.layout import LAYOUTS, Layout
+from export.rules.metadata import CHECKED
+from export.safetensors_writer import Entry, write_file
+from export.scheme import Scheme
+from export.writer import KIND, require_apart, require_room
+from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
+from qad.errors import BrokenCheckpointError, UsageError
+
+_REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
+_KV = ("k_scale", "v_scale")
+
+
+def convert(folder: Path, layout: str, out: Path, progress: Callable[[int], object] = lambda written: None) -> Artifact:
+    """Write `folder` to `out` in another layout; a finished conversion of the same folder is reused.
+
+    Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, is
+    not NVFP4 throughout, or whose KV cache the layout has no words for; BrokenCheckpointError for one that `qad check`
+    refuses, a half converted one among them; StorageError when writing fails.
+    """
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout {layout!r} is unknown: use one of {', '.join(LAYOUTS)}")
+    opened, target = open_folder(folder), LAYOUTS[layout]
+    require_apart(out, {"checkpoint": folder})
+    scheme = require_convertible(opened, target)
+    config = {"layout": layout, "converted_from": opened.layout.name}
+
+    def work(partial: Path) -> None:
+        require_room(partial, sum(entry.bytes for _, entry in opened.tensors.values()))
+        for file in opened.files:
+            _convert_file(opened, target, file, partial, progress)
+        if opened.index is not None:
+            weight_map = {renamed(opened, target, name): file for name, (file, _) in opened.tensors.items()}
+            write_index(partial, weight_map, sum(entry.bytes for _, entry in opened.tensors.values()))
+        write_config_files(partial, opened.config, target, scheme)
+        copy_other_files(opened, partial)
+        card = partial / "README.md"
+        if card.is_file():
+            card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target), encoding="utf-8")
+
+    return run_stage(KIND, out, config, {"checkpoint": folder_digest(folder)}, work)
+
+
+def require_convertible(folder: Folder, target: Layout) -> Scheme:
+    """The scheme to write. Raises as `convert` does."""
+    if folder.algorithm is not None and folder.algorithm not in CHECKED:
+        raise UsageError(f"{folder.path} is {folder.algorithm}: only {' and '.join(CHECKED)} can be converted")
+    errors = [finding for finding in check(folder.path) if finding.severity == "error"]
+    if errors:
+        raise BrokenCheckpointError(_refusal(folder, errors))
+    if folder.layout is target:
+        raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")
+    if folder.kv_cache not in (None, "FP8"):
+        raise UsageError(f"{folder.path} has a {folder.kv_cache} KV cache: only FP8 ones can be converted")
+    assert folder.algorithm is not None
+    return Scheme(folder.algorithm, excluded_names(folder), folder.kv_cache)
+
+
+def excluded_names(folder: Folder) -> tuple[str, ...]:
+    """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
+    and `re:` patterns of one layout mean nothing in the other."""
+    listed = {name for name in folder.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
+    return tuple(sorted({*folder.linears, *folder.embeddings, *listed}))
+
+
+def renamed(folder: Folder, target: Layout, name: str) -> str:
+    """The name of a tensor of `folder` in another layout."""
+    module, _, leaf = name.rpartition(".")
+    if module in folder.packed and leaf in folder.layout.leaves:
+        return f"{module}.{target.leaves[folder.layout.leaves.index(leaf)]}"
+    if leaf in _KV:
+        attention = module.removesuffix(f".{leaf[0]}_proj")
+        if name == folder.layout.kv_scale(attention, leaf[0]):
+            return target.kv_scale(attention, leaf[0])
+    return name
+
+
+def copy_other_files(folder: Folder, out: Path) -> None:
+    """Everything but weights and what is written anew, with its subfolders; not what download tools keep for themselves."""
+    for path in sorted(folder.path.rglob("*")):
+        relative = path.relative_to(folder.path)
+        hidden = relative.parts[0] in (".git", ".cache")
+        own = len(relative.parts) == 1 and (relative.name in _REWRITTEN or relative.suffix == ".safetensors")
+        if path.is_file() and not hidden and not own:
+            (out / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, out / relative)
+
+
+def folder_digest(folder: Path) -> str:
+    """Identity by content, whatever a manifest says: the folder may have been changed since."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return digest_of({path.relative_to(folder).as_posix(): sha256_file(path) for path in files})
+
+
+def _convert_file(folder: Folder, target: Layout, file: str, out: Path, progress: Callable[[int], object]) -> None:
+    names = [name for name, (where, _) in folder.tensors.items() if where == file]
+    with safe_open(folder.path / file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    entries = []
+    for name in names:
+        entry = folder.tensors[name][1]
+        shape = target.scalar if _is_scalar(folder, name) else entry.shape
+        entries.append(Entry(renamed(folder, target, name), entry.dtype, shape))
+    write_file(out / file, entries, _tensors(folder, target, names), progress, metadata)
+
+
+def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        tensor = folder.get(name)
+        if name.endswith(_KV):
+            tensor = tensor.reshape(target.scalar)
+        elif _is_scalar(folder, name):
+            tensor = target.store_scale(folder.layout.decode_scale(tensor))
+        yield renamed(folder, target, name), tensor
+
+
+def _is_scalar(folder: Folder, name: str) -> bool:
+    """Global and input scales and KV scales, whose shapes differ between layouts."""
+    module, _, leaf = name.rpartition(".")
+    return (module in folder.packed and leaf in folder.layout.scales[1:]) or leaf in _KV
+
+
+def _refusal(folder: Folder, errors: list[Finding]) -> str:
+    first = errors[0]
+    return (
+        f"{folder.path} does not pass `qad check` ({len(errors)} errors, first {first.rule} {first.module}: {first.message}): "
+        f"repair it first (`qad check {folder.path} --fix OUT`)"
+    )

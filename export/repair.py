@@ -1,0 +1,278 @@
+"""`qad check --fix`: a repaired copy, where nothing that was trained is touched.
+
+What is repaired follows from the tensors alone: metadata (algorithm, exclude list, config groups, nested keys), the index,
+stale files, NaN or negative scales over blocks whose codes are all zero, buffers that leaked. What would need quantizing
+again is taken from the arm the folder was exported from, never from the BF16 original: that would undo the training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from export.check import check
+from export.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
+from export.convert import copy_other_files, excluded_names, folder_digest
+from export.findings import Finding
+from export.folder import Folder, mapping, open_folder, read_json
+from export.layout import LAYOUTS, Layout
+from export.rules.against_arm import modules_of_arm
+from export.safetensors_writer import write_file
+from export.scheme import Scheme
+from export.writer import KIND, export_arm, require_apart, require_room
+from qad.arm import open_arm
+from qad.artifact import MANIFEST, open_artifact, run_stage
+from qad.errors import BrokenCheckpointError, UsageError
+
+_ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """done: what is said about it. block_scales: tensors with bytes to replace. dropped: tensors left out. config, nested:
+    written in place of the folder's (None: the folder has none). index: the index is written anew."""
+
+    folder: Folder
+    done: list[str]
+    block_scales: dict[str, Callable[[], Tensor]]
+    dropped: set[str]
+    config: dict[str, Any]
+    nested: dict[str, Any] | None
+    index: bool
+
+
+def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
+    """Write a repaired copy of `folder` to `out`; returns what was done, empty where there was nothing to repair and
+    nothing was written.
+
+    source: the arm it was exported from, for what needs quantizing again. Raises BrokenCheckpointError where errors would
+    remain, UsageError where `source` is not the arm the folder came from, StorageError when writing fails.
+    """
+    require_apart(out, {"checkpoint": folder, **({"arm": source} if source else {})})
+    if source is not None:
+        _require_arm(source)
+    errors = _errors(folder)
+    if not errors:
+        return []
+    plan = _plan(folder, errors)
+    try:
+        if plan.done:
+            inputs = {"checkpoint": folder_digest(folder)}
+            run_stage(KIND, out, {"repaired": plan.done}, inputs, lambda partial: _write(plan, partial))
+            return plan.done
+        raise BrokenCheckpointError(_remaining(folder, errors))
+    except BrokenCheckpointError:
+        shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
+        if source is None:
+            raise
+    return _quantize_again(plan.folder, source, out)
+
+
+def _errors(folder: Path) -> list[Finding]:
+    return [finding for finding in check(folder) if finding.severity == "error"]
+
+
+def _remaining(folder: Path, errors: list[Finding]) -> str:
+    first = errors[0]
+    return (
+        f"{folder}: {len(errors)} errors cannot be repaired without quantizing again or copying files anew, first "
+        f"{first.rule} {first.module}: {first.message}. Give --source ARM_DIR, the arm it was exported from"
+    )
+
+
+# --- the plan ---
+
+
+def _plan(path: Path, errors: list[Finding]) -> _Plan:
+    folder = open_folder(path)
+    done: list[str] = []
+    stale = _stale_files(folder)
+    if stale:
+        done.append(f"left out {', '.join(stale)}: not in the index, and every tensor of it lies in a listed file")
+        folder = open_folder(path, skip=stale)
+    layout = _layout_of_tensors(folder)
+    block_scales = dict(_block_scales(folder, layout, done)) if layout else {}
+    dropped = _leaked(folder, layout, done) if layout else set()
+    config, nested = folder.config, folder.nested
+    if layout and {finding.rule for finding in errors} & {"E1", "E2", "E7"}:
+        config, nested = _metadata(folder, layout, done)
+    index = (len(folder.files) > 1 or folder.index is not None) and not _index_is_right(folder, dropped)
+    if index:
+        done.append(f"wrote {INDEX} anew from the files' headers")
+    return _Plan(folder, done, block_scales, dropped, config, nested, index)
+
+
+def _stale_files(folder: Folder) -> list[str]:
+    """Files that the index does not list and that hold nothing of their own."""
+    listed = {str(file) for file in mapping((folder.index or {}).get("weight_map")).values()}
+    if not listed or not listed <= {*folder.files}:
+        return []
+    weight_map = mapping((folder.index or {}).get("weight_map"))
+    return [file for file in folder.files if file not in listed and _names(folder, file) <= {*weight_map}]
+
+
+def _names(folder: Folder, file: str) -> set[str]:
+    if file in folder.unreadable:
+        return set()
+    with safe_open(folder.path / file, framework="pt") as opened:
+        return {*opened.keys()}
+
+
+def _layout_of_tensors(folder: Folder) -> Layout | None:
+    """The layout whose names all global scales have, whatever the metadata says; None where it is none or both."""
+    leaves = {name.rpartition(".")[2] for name in folder.tensors}
+    found = [layout for layout in LAYOUTS.values() if layout.global_scale in leaves]
+    return found[0] if len(found) == 1 else None
+
+
+def _block_scales(folder: Folder, layout: Layout, done: list[str]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    for module in folder.packed:
+        name = f"{module}.{layout.block_scale}"
+        scale, codes = folder.entry(name), folder.entry(f"{module}.{layout.codes}")
+        if scale is None or codes is None or scale.dtype != "F8_E4M3" or codes.dtype != "U8" or len(codes.shape) != 2:
+            continue
+        if scale.shape != (codes.shape[0], codes.shape[1] // 8):
+            continue
+        bad = _bad_over_zeros(folder, name, f"{module}.{layout.codes}")
+        if bad.any():
+            done.append(
+                f"{module}: {int(bad.sum())} block scales that were NaN or negative over all-zero codes became 1.0"
+            )
+            yield name, lambda name=name, bad=bad: _with_ones(folder.get(name), bad)  # type: ignore[misc]
+
+
+def _bad_over_zeros(folder: Folder, scale: str, codes: str) -> Tensor:
+    stored = folder.get(scale).view(torch.uint8)
+    bad = ((stored & 0x7F) == 0x7F) | (stored > 0x80)
+    if not bad.any():
+        return bad
+    zero = ~((folder.get(codes).view(stored.shape[0], -1, 8) & 0x77) != 0).any(-1)
+    return bad & zero
+
+
+def _with_ones(scale: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, torch.tensor(_ONE, dtype=torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
+
+
+def _leaked(folder: Folder, layout: Layout, done: list[str]) -> set[str]:
+    """Private buffers of a calibrator beside a packed weight, such as `_amax`; no engine reads them."""
+    packed = set(folder.packed)
+    parts = ((name, *name.rpartition(".")[::2]) for name in folder.tensors)
+    dropped = {name for name, module, leaf in parts if module in packed and leaf.startswith("_")}
+    if dropped:
+        done.append(f"left out {len(dropped)} buffers that leaked, such as {sorted(dropped)[0]}")
+    return dropped
+
+
+def _index_is_right(folder: Folder, dropped: set[str]) -> bool:
+    index = folder.index or {}
+    expected = {name: file for name, (file, _) in folder.tensors.items() if name not in dropped}
+    total = sum(entry.bytes for name, (_, entry) in folder.tensors.items() if name not in dropped)
+    return index.get("weight_map") == expected and mapping(index.get("metadata")).get("total_size", total) == total
+
+
+def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Both places from the tensors; keys that say nothing about the scheme stay as they are."""
+    with_input = [module for module in folder.packed if f"{module}.{layout.input_scale}" in folder.tensors]
+    if with_input and len(with_input) < len(folder.packed):
+        return folder.config, folder.nested  # neither W4A4 nor W4A16: a calibration is missing
+    algorithm = "NVFP4" if with_input else "W4A16_NVFP4"
+    scheme = Scheme(algorithm, excluded_names(folder), "FP8" if folder.kv_cache == "FP8" else None)
+    outer, nested = quantization_blocks(layout, scheme)
+    before = folder.quantization or {}
+    kept = {
+        key: value for key, value in before.items() if key not in ("kv_cache_scheme", "group_size", "quantized_layers")
+    }
+    merged = {**kept, **outer, **({"producer": kept["producer"]} if "producer" in kept else {})}
+    done += _differences("quantization_config", before, merged)
+    if nested is not None:
+        old = folder.nested or {}
+        done += _differences(NESTED, folder.nested_quantization, nested["quantization"])
+        nested = {**nested, **{key: value for key, value in old.items() if key != "quantization"}}
+    elif folder.nested is not None:
+        done.append(f"left out {NESTED}, which belongs to another layout")
+    return {**folder.config, "quantization_config": merged}, nested
+
+
+def _differences(place: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    keys = [
+        key for key in {**before, **after} if before.get(key) != after.get(key) or (key in before) != (key in after)
+    ]
+    return [f"{place}: {key} {_short(before.get(key))} -> {_short(after.get(key))}" for key in keys]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- writing ---
+
+
+def _write(plan: _Plan, partial: Path) -> None:
+    folder = plan.folder
+    require_room(partial, sum(entry.bytes for _, entry in folder.tensors.values()))
+    for file in folder.files:
+        names = [name for name, (where, _) in folder.tensors.items() if where == file]
+        if plan.dropped.isdisjoint(names) and not {*plan.block_scales} & {*names}:
+            shutil.copyfile(folder.path / file, partial / file)
+        else:
+            _rewrite(plan, file, [name for name in names if name not in plan.dropped], partial)
+    kept = {name: file for name, (file, _) in folder.tensors.items() if name not in plan.dropped}
+    if plan.index:
+        write_index(partial, kept, sum(folder.tensors[name][1].bytes for name in kept))
+    elif folder.index is not None:
+        shutil.copyfile(folder.path / INDEX, partial / INDEX)
+    write_json(partial / CONFIG, plan.config)
+    if plan.nested is not None:
+        write_json(partial / NESTED, plan.nested)
+    copy_other_files(folder, partial)
+    errors = _errors(partial)
+    if errors:
+        raise BrokenCheckpointError(_remaining(folder.path, errors))
+
+
+def _rewrite(plan: _Plan, file: str, names: list[str], partial: Path) -> None:
+    with safe_open(plan.folder.path / file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    make = plan.block_scales
+    tensors = ((name, make[name]() if name in make else plan.folder.get(name)) for name in names)
+    entries = [plan.folder.tensors[name][1] for name in names]
+    write_file(partial / file, entries, tensors, metadata=metadata)
+
+
+# --- from the arm ---
+
+
+def _require_arm(source: Path) -> None:
+    if not (source / MANIFEST).is_file() and (source / CONFIG).is_file():
+        raise UsageError(
+            f"{source} is a model, not an arm: quantizing an original again would undo what was trained. Give the arm folder "
+            "the checkpoint was exported from (RUN/arms/NAME)"
+        )
+    if open_arm(source).selection is None:
+        raise UsageError(f"{source} is the BF16 arm: quantizing the original again would undo what was trained. Give the arm "
+                         "the checkpoint was exported from")  # fmt: skip
+
+
+def _quantize_again(folder: Folder, source: Path, out: Path) -> list[str]:
+    """Export the arm again, once what is whole in the folder shows that it came from it."""
+    layout = _layout_of_tensors(folder) or folder.layout
+    recorded = mapping(mapping(read_json(folder.path / MANIFEST)).get("inputs")).get("arm")
+    if recorded == open_artifact(source).digest:
+        evidence = f"its {MANIFEST} names this arm"
+    else:
+        same, whole = modules_of_arm(folder, layout, open_arm(source))
+        evidence = f"{same} of {whole} whole modules are what this arm exports"
+        if 2 * same <= whole:
+            raise UsageError(f"{source} is not known to be the arm {folder.path} was exported from ({evidence}): another one's "
+                             "weights would undo what was trained; `qad export` the right one")  # fmt: skip
+    export_arm(source, out, layout=layout.name)
+    return [f"exported {source} again, as some modules needed quantizing or copying: {evidence}"]

@@ -1,0 +1,70 @@
+"""W3, continued: what the model is beside its weights, against the source's own: config.json, tokenizer, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from export.config_files import CONFIG
+from export.findings import Finding, error
+from export.folder import Folder
+from export.skeleton import model_config
+from qad.errors import SourceError
+from qad.loader import load_tokenizer
+from qad.source import Checkpoint
+
+# Written by the library that saves, or about how rather than what is computed.
+_OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+_TEXT = (
+    "How deep is the river? 12,345 m\u00b2 \u2014 na\u00efve caf\u00e9\n\tdef f(x):\n        return x  # \u6cb3\u6d41"
+)
+_CHAT = [{"role": "user", "content": _TEXT}]
+
+
+def against_source(folder: Folder, source: Checkpoint) -> Iterator[Finding]:
+    """The architecture is the source's, text becomes the same ids by the same vocabulary and merges, and a chat is rendered
+    to the same prompt."""
+    config, original = _with_defaults(folder.config), _with_defaults(source.config)
+    for key in sorted({*config, *original} - _OWN_KEYS):
+        if config.get(key) != original.get(key):
+            yield error("W3", CONFIG, f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}",
+                        f"copy it from {source.folder}")  # fmt: skip
+    try:
+        ours, theirs = load_tokenizer(folder.path), load_tokenizer(source.folder)
+    except SourceError as failure:
+        yield error("W3", "tokenizer", str(failure), f"copy the tokenizer from {source.folder}")
+        return
+    for what, of in (("vocabulary or merges", _model), ("text", _ids), ("a chat", _prompt)):
+        if of(ours) != of(theirs):
+            yield error("W3", "tokenizer", f"{what} of the source model's tokenizer come out differently",
+                        f"copy tokenizer and chat template from {source.folder}")  # fmt: skip
+            return
+
+
+def _model(tokenizer: Any) -> dict[str, Any]:
+    """Everything tokenizer.json holds, as the library reads it, without settings that calls change; of a slow tokenizer, the
+    vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return dict(tokenizer.get_vocab())
+    return {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("padding", "truncation")}
+
+
+def _ids(tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(_TEXT)["input_ids"]
+    return ids
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers reads it: defaults filled in, old spellings renamed; as it is where transformers cannot."""
+    built = model_config(config)
+    return config if built is None else dict(built.to_dict())
+
+
+def _prompt(tokenizer: Any) -> str | None:
+    """The rendered prompt; None where the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        return None
+    rendered: str = tokenizer.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
+    return rendered

@@ -1,0 +1,109 @@
+"""A checkpoint in memory that can be damaged, for the mutation test."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.layout import LAYOUTS, Layout
+
+INDEX, CONFIG, NESTED = "model.safetensors.index.json", "config.json", "hf_quant_config.json"
+
+
+class Checkpoint:
+    """One folder, read whole. Tensors are shared with the original: a kind replaces them, it never writes into them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        self.json = {n: json.loads((folder / n).read_text()) for n in (CONFIG, NESTED, INDEX) if (folder / n).exists()}
+        self.raw: dict[str, bytes | None] = {}
+        self.changed: set[str] = set()
+
+    def copy(self) -> Checkpoint:
+        other = copy.copy(self)
+        other.files = {name: dict(tensors) for name, tensors in self.files.items()}
+        other.json, other.raw, other.changed = copy.deepcopy(self.json), {}, set()
+        return other
+
+    def write(self, out: Path) -> Path:
+        """What is unchanged is linked."""
+        out.mkdir()
+        rewritten = self.changed | {*self.raw}
+        for path in self.folder.iterdir():
+            if path.name not in rewritten and path.name != "qad_manifest.json":
+                os.link(path, out / path.name)
+        for name in self.changed:
+            if name in self.files:
+                save_file(self.files[name], out / name, metadata={"format": "pt"})
+            else:
+                (out / name).write_text(json.dumps(self.json[name]))
+        for name, data in self.raw.items():
+            if data is not None:
+                (out / name).write_bytes(data)
+        return out
+
+    # --- places ---
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """quantization_config, about to be changed."""
+        self.changed.add(CONFIG)
+        found: dict[str, Any] = self.json[CONFIG]["quantization_config"]
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.json[CONFIG]["quantization_config"]["quant_method"]]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for tensors in self.files.values() for name in tensors)
+
+    @property
+    def modules(self) -> list[str]:
+        codes = f".{self.layout.block_scale}"
+        return [name.removesuffix(codes) for name in self.names if name.endswith(codes)]
+
+    def has(self, name: str) -> bool:
+        return any(name in tensors for tensors in self.files.values())
+
+    def get(self, name: str) -> torch.Tensor:
+        return next(tensors[name] for tensors in self.files.values() if name in tensors).clone()
+
+    def put(self, name: str, tensor: torch.Tensor, beside: str | None = None) -> None:
+        file = next(file for file, tensors in self.files.items() if (beside or name) in tensors)
+        old = self.files[file].get(name)
+        self.files[file][name] = tensor.contiguous()
+        self._count(name, file, old, tensor)
+
+    def drop(self, name: str) -> None:
+        file = next(file for file, tensors in self.files.items() if name in tensors)
+        self._count(name, None, self.files[file].pop(name), None)
+        self.changed.add(file)
+
+    def _count(self, name: str, file: str | None, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """The index follows, so that the damage is the tensor's alone."""
+        if file is not None:
+            self.changed.add(file)
+        if INDEX not in self.json:
+            return
+        self.changed.add(INDEX)
+        index = self.json[INDEX]
+        sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in (old, new)]
+        index["metadata"]["total_size"] += sizes[1] - sizes[0]
+        if file is None:
+            index["weight_map"].pop(name)
+        else:
+            index["weight_map"][name] = file
+
+
+Kind = Callable[[Checkpoint, random.Random], None]

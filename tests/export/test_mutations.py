@@ -1,0 +1,149 @@
+"""Mutation test of the checker: every kind of damage, at random places of valid checkpoints of both layouts, is found.
+
+Each pair of a kind and a checkpoint is tried at several places, drawn from a generator seeded by their names. Found means
+an error (or a refusal to read the folder at all), not a warning; what is untouched has none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from damaged_checkpoint import Checkpoint, Kind
+from metadata_corruptions import METADATA_KINDS, NOT_IN
+from safetensors.torch import load_file, save_file
+from silent_corruptions import SILENT_KINDS
+from tensor_corruptions import TENSOR_KINDS
+
+from export.check import check
+from export.config_files import write_config_files
+from export.layout import LAYOUTS, Layout
+from export.scheme import Scheme
+from export.writer import export_arm
+from qad import nvfp4
+from qad.errors import QadError
+
+KINDS = {**TENSOR_KINDS, **METADATA_KINDS}
+PLACES = 2
+SHAPES = ("dense, one file, KV scales", "weight-only, shards, untied", "experts")
+
+
+def with_kv_scales(folder: Path, layout: Layout) -> None:
+    file = folder / "model.safetensors"
+    scales = {
+        layout.kv_scale(f"model.layers.{i}.self_attn", c): torch.full(layout.scalar, 0.5) for i in (0, 1) for c in "kv"
+    }
+    save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = Scheme("NVFP4", tuple(config["quantization_config"]["ignore"]), "FP8")
+    write_config_files(folder, config, layout, scheme)
+
+
+def experts_checkpoint(folder: Path, layout: Layout, tokenizer: Path) -> None:
+    """A tiny Qwen3-MoE, quantized tensor by tensor: the exporter does not take experts yet."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    plain, packed = load_file(folder / "model.safetensors"), {}
+    for name in [n for n in plain if n.endswith("_proj.weight")]:
+        q = nvfp4.quantize(plain.pop(name), torch.tensor(2.0 / 2688))
+        packed |= layout.tensors(name.removesuffix(".weight"), q, torch.tensor(0.25))
+    save_file({**plain, **packed}, folder / "model.safetensors", metadata={"format": "pt"})
+    routers = [f"model.layers.{i}.mlp.gate" for i in (0, 1)]
+    excluded = ("lm_head", "model.embed_tokens", *routers)
+    write_config_files(folder, json.loads((folder / "config.json").read_text()), layout, Scheme("NVFP4", excluded))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+
+
+@pytest.fixture(scope="module")
+def valid(
+    tiny_llama_dir: Path,
+    make_llama: Callable[..., Path],
+    build_arm: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], tuple[Checkpoint, Path | None]]:
+    """(layout, shape) -> the checkpoint, and its arm where it has one."""
+    root = tmp_path_factory.mktemp("valid")
+    dense = build_arm(tiny_llama_dir, root / "dense")
+    untied_source = make_llama(root / "source", seed=1, tie_word_embeddings=False)
+    untied = build_arm(untied_source, root / "untied", "W4A16_NVFP4")
+    found: dict[tuple[str, str], tuple[Checkpoint, Path | None]] = {}
+    for name, layout in LAYOUTS.items():
+        folders = [root / f"{name} {number}" for number in range(3)]
+        export_arm(dense, folders[0], layout=name)
+        with_kv_scales(folders[0], layout)
+        export_arm(untied, folders[1], layout=name, shard_size=60_000)
+        experts_checkpoint(folders[2], layout, tiny_llama_dir)
+        for shape, folder, arm in zip(SHAPES, folders, (dense, untied, None), strict=True):
+            found[name, shape] = Checkpoint(folder), arm
+    return found
+
+
+def damaged(original: Checkpoint, kind: Kind, seed: str, out: Path) -> Path | None:
+    """A folder with the damage; None where the kind has no place in this checkpoint."""
+    checkpoint = original.copy()
+    kind(checkpoint, random.Random(seed))
+    return checkpoint.write(out) if checkpoint.changed or checkpoint.raw else None
+
+
+def is_found(folder: Path, arm: Path | None = None) -> bool:
+    try:
+        return any(finding.severity == "error" for finding in check(folder, source=arm))
+    except QadError:
+        return True
+
+
+def test_untouched_checkpoints_have_no_error(valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]]) -> None:
+    assert len(valid) == 6
+    for checkpoint, arm in valid.values():
+        assert [f for f in check(checkpoint.folder, source=arm) if f.severity == "error"] == []
+
+
+def test_there_are_kinds_enough() -> None:
+    assert len(KINDS) >= 80
+    assert len(SILENT_KINDS) >= 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_found(
+    valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]], kind: str, layout: str, tmp_path: Path
+) -> None:
+    missed, tried = [], 0
+    for shape in SHAPES:
+        for number in range(PLACES):
+            seed = f"{kind} {layout} {shape} {number}"
+            folder = damaged(valid[layout, shape][0], KINDS[kind], seed, tmp_path / f"{shape} {number}")
+            tried += folder is not None
+            if folder is not None and not is_found(folder):
+                missed.append(seed)
+    assert not missed
+    assert tried or kind in NOT_IN[layout]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", SILENT_KINDS)
+def test_silent_damage_is_found_with_the_arm(
+    valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]], kind: str, layout: str, tmp_path: Path
+) -> None:
+    missed, tried = [], 0
+    for shape in SHAPES[:2]:
+        original, arm = valid[layout, shape]
+        seed = f"{kind} {layout} {shape}"
+        folder = damaged(original, SILENT_KINDS[kind], seed, tmp_path / shape)
+        tried += folder is not None
+        if folder is not None and not is_found(folder, arm):
+            missed.append(seed)
+    assert not missed
+    assert tried
