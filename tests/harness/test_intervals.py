@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from harness import intervals
+from harness import intervals, medians, resampling
 from harness.intervals import Floats, Ints
 
 
@@ -93,26 +93,26 @@ def test_one_cluster_has_no_interval() -> None:
     base = np.array([1.0, 0.0] * 20)
     assert intervals.paired_ratio_interval(1 - base, base, np.zeros(40, dtype=np.int64)).low is None
     assert intervals.mean_interval(base, np.zeros(40, dtype=np.int64)).low is None
-    assert intervals.ratio_of_sums(base, base + 1, np.zeros(40, dtype=np.int64), log=False).low is None
+    assert resampling.ratio_of_sums(base, base + 1, np.zeros(40, dtype=np.int64), log=False).low is None
 
 
 def test_same_data_same_bits() -> None:
     rng = np.random.default_rng(0)
     top, bottom, cluster = rng.random(60), rng.random(60) + 1, np.arange(60) // 3
-    assert intervals.ratio_of_sums(top, bottom, cluster, log=True) == intervals.ratio_of_sums(
+    assert resampling.ratio_of_sums(top, bottom, cluster, log=True) == resampling.ratio_of_sums(
         top.copy(), bottom.copy(), cluster.copy(), log=True
     )
 
 
 def test_resampled_sums_are_of_whole_rows() -> None:
     """Every resample takes G rows, also across chunks; columns stay together."""
-    sums = intervals.resampled_sums(np.stack([np.ones(3000), np.full(3000, 2.0)], axis=1), stream=1)
-    assert sums.shape == (intervals.RESAMPLES, 2)
+    sums = resampling.resampled_sums(np.stack([np.ones(3000), np.full(3000, 2.0)], axis=1), stream=1)
+    assert sums.shape == (resampling.RESAMPLES, 2)
     assert (sums == [3000.0, 6000.0]).all()
 
 
 def test_equal_clusters_need_no_resampling() -> None:
-    found = intervals.ratio_of_sums(np.zeros(10), np.arange(1.0, 11.0), np.arange(10), log=False)
+    found = resampling.ratio_of_sums(np.zeros(10), np.arange(1.0, 11.0), np.arange(10), log=False)
     assert (found.low, found.high) == (0.0, 0.0)
 
 
@@ -176,7 +176,7 @@ def test_kl_interval_covers(sequences: int, spread: float, least: float) -> None
     for _ in range(400):
         tokens = rng.integers(200, 512, sequences).astype(np.float64)
         kl = tokens * 0.1 * np.exp(rng.normal(-(spread**2) / 2, spread, sequences))
-        found = intervals.ratio_of_sums(kl, tokens, np.arange(sequences), log=True)
+        found = resampling.ratio_of_sums(kl, tokens, np.arange(sequences), log=True)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 0.1 <= found.high
@@ -194,7 +194,7 @@ def test_median_interval_covers(benchmarks: int, between: float) -> None:
     for _ in range(400):
         true = 1 + between * rng.standard_normal(benchmarks)
         observed = true + errors * rng.standard_normal(benchmarks)
-        found = intervals.median_interval(list(observed), list(rng.permuted(draws, axis=1) * errors[:, None]), 0)
+        found = medians.median_interval(list(observed), list(rng.permuted(draws, axis=1) * errors[:, None]), 0)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= np.median(true) <= found.high
@@ -203,4 +203,4 @@ def test_median_interval_covers(benchmarks: int, between: float) -> None:
 
 def test_median_of_three_says_so() -> None:
     draws = [np.random.default_rng(i).standard_normal(4000) * 0.01 for i in range(3)]
-    assert intervals.median_interval([0.9, 1.0, 1.1], draws, 0).note == "only 3 benchmarks"
+    assert medians.median_interval([0.9, 1.0, 1.1], draws, 0).note == "only 3 benchmarks"

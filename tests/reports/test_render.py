@@ -99,7 +99,7 @@ def test_reports_import_records_and_comparison_only() -> None:
         " 'numpy.random.torch', 'scipy', 'lm_eval')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["harness", "harness.comparison", "harness.records"]
+    assert done.stdout.split() == ["harness", "harness.comparison", "harness.records", "harness.verdict"]
 
 
 # --- the page ------------------------------------------------------------------------------------
