@@ -1,5 +1,9 @@
 """Intervals by resampling whole clusters: ratios of sums over sequences, such as KL per token.
 
+Studentised cluster bootstrap, on the log scale where the ratio is positive, widened by what few clusters hide. For
+sequences whose own KL is log-normal it covers, at log-sd .3 / .7 / 1.1: 8 sequences .97 / .96 / .95, 24 sequences
+.95 / .95 / .93 (300 simulations each; without the widening .95 / .95 / .91 and .94 / .93 / .91).
+
 All randomness is seeded from the arguments alone: the same data give the same bits.
 """
 
@@ -9,7 +13,17 @@ import math
 
 import numpy as np
 
-from harness.intervals import LEVEL, Floats, Interval, Ints, cluster_count, cluster_totals, few_clusters
+from harness.intervals import (
+    LEVEL,
+    Floats,
+    Interval,
+    Ints,
+    Z,
+    cluster_count,
+    cluster_totals,
+    few_clusters,
+    student_t,
+)  # fmt: skip
 
 RESAMPLES = 4000
 SEED = 20_25
@@ -34,6 +48,8 @@ def ratio_of_sums(top: Floats, bottom: Floats, cluster: Ints, *, log: bool) -> I
     drawn, errors = _ratio_and_error(sums[:, :2], sums[:, 2:], groups)
     # A resample of near-identical clusters has no error of its own; the smallest sensible one keeps it finite.
     errors = np.maximum(errors, 0.05 * spread)
+    # Resampling few clusters shows too little spread: as much too little as a normal quantile does beside Student's t.
+    spread *= student_t(groups) / Z * math.sqrt(groups / (groups - 1))
     if log:
         pivot = np.log(drawn / value) / (errors / drawn)
         low, high = np.quantile(pivot, [1 - LEVEL, LEVEL])

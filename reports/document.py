@@ -43,9 +43,10 @@ METHOD = [
     ),
     (
         "Median recovery",
-        "Over benchmarks, a task’s first filter each. The interval resamples within each benchmark, around values "
-        "shrunken by the share of their spread that noise explains. In simulation it covers 93–97 % where benchmarks "
-        "scatter evenly, as little as 75 % where they fall into groups far apart. It is about these benchmarks, not others.",
+        "Over benchmarks, a task’s first filter each. The interval is of the medians of true recoveries drawn from a model that "
+        "allows benchmarks to be equal (a product partition model). In simulation of 11 benchmarks it covers 98–100 % where "
+        "they are alike, 92–98 % where they scatter, 76–97 % where they fall into groups two to five errors apart. It is about "
+        "these benchmarks, not others.",
     ),
     (
         "Tests",
@@ -71,8 +72,8 @@ METHOD = [
     ),
     (
         "Interval of a fidelity number",
-        "Studentised cluster bootstrap over sequences, 4,000 resamples with a fixed seed; for KL on the log scale. With 24 "
-        "sequences it covers 93–95 % where their KL differs by up to a factor of two, less where it differs more.",
+        "Studentised cluster bootstrap over sequences, 4,000 resamples with a fixed seed, widened by Student’s t; for KL on the "
+        "log scale. In simulation it covers 93–97 % with 8 and with 24 sequences whose KL differs up to threefold.",
     ),
     (
         "Perplexity gap closed",

@@ -168,37 +168,20 @@ def test_recovery_interval_covers(n: int, size: int, right: float, noise: float)
     assert hits / 800 >= 0.93 - 3 * math.sqrt(0.93 * 0.07 / 800)
 
 
-@pytest.mark.parametrize(("sequences", "spread", "least"), [(24, 0.3, 0.93), (24, 0.7, 0.91), (64, 0.7, 0.92)])
-def test_kl_interval_covers(sequences: int, spread: float, least: float) -> None:
-    """Mean KL per token of sequences whose own KL is log-normal. `least` is what the docstring admits, less noise."""
+@pytest.mark.parametrize(("sequences", "spread"), [(8, 0.3), (8, 1.1), (24, 0.3), (24, 1.1), (64, 0.7)])
+def test_kl_interval_covers(sequences: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean KL per token of sequences whose own KL is log-normal: 93 %, less three standard errors."""
+    monkeypatch.setattr(resampling, "RESAMPLES", 500)
     rng = np.random.default_rng(sequences)
     hits = 0
-    for _ in range(400):
+    for _ in range(300):
         tokens = rng.integers(200, 512, sequences).astype(np.float64)
         kl = tokens * 0.1 * np.exp(rng.normal(-(spread**2) / 2, spread, sequences))
         found = resampling.ratio_of_sums(kl, tokens, np.arange(sequences), log=True)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 0.1 <= found.high
-    assert hits / 400 >= least - 2 * math.sqrt(0.93 * 0.07 / 400)
-
-
-@pytest.mark.parametrize("between", [0.0, 0.03])
-@pytest.mark.parametrize("benchmarks", [2, 3, 11])
-def test_median_interval_covers(benchmarks: int, between: float) -> None:
-    """93-98 %, give or take the noise of 400 simulations; plain resampling covers .99 where nothing differs."""
-    rng = np.random.default_rng(benchmarks)
-    errors = np.array([0.08, 0.035, 0.02] * 4)[:benchmarks]
-    draws = rng.standard_normal((benchmarks, 1000))
-    hits = 0
-    for _ in range(400):
-        true = 1 + between * rng.standard_normal(benchmarks)
-        observed = true + errors * rng.standard_normal(benchmarks)
-        found = medians.median_interval(list(observed), list(rng.permuted(draws, axis=1) * errors[:, None]), 0)
-        assert found.low is not None
-        assert found.high is not None
-        hits += found.low <= np.median(true) <= found.high
-    assert 0.93 - 0.03 <= hits / 400 <= 0.98 + 0.012
+    assert hits / 300 >= 0.93 - 3 * math.sqrt(0.93 * 0.07 / 300)
 
 
 def test_median_of_three_says_so() -> None:

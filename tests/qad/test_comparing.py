@@ -101,7 +101,9 @@ def test_the_reports_verdict_is_the_gates(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("ptq", "code", "word"), [(0, 0, "PASS"), (4000, 1, "FAIL"), (40, 3, "INCONCLUSIVE")])
-def test_exit_codes_of_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], ptq: int, code: int, word: str) -> None:
+def test_exit_codes_of_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ptq: int, code: int, word: str
+) -> None:
     """Of 20,000 items BF16 gets 16,000; PTQ loses `ptq` of them and wins nothing. 40 of 4,000 are decided by few."""
     n = 4000 if ptq == 40 else 20_000
     right = n * 4 // 5
