@@ -80,7 +80,8 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}): save it as UTF-8 text") from error
-    notes = dict(m.groups() for line in lines if (m := re.match(r"#\s*(source|model)\s*:\s*(.+?)\s*$", line)))
+    found = [re.match(r"#\s*(source|model)\s*:\s*(.+?)\s*$", line) for line in lines]
+    notes = {match[1]: match[2] for match in found if match}
     body = [line for line in lines if line.strip() and not line.startswith("#")]
     reader = csv.DictReader(body, skipinitialspace=True)
     rows = [{(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
@@ -92,9 +93,10 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
 def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: float) -> PublishedScore:
     lower = row.get("higher_is_better", "").lower() in ("false", "no", "0")
     items, repeats = _number(path, line, row, "items"), _number(path, line, row, "repeats")
-    settings = {name: row[name] for name in _SETTINGS if row.get(name)}
-    if "n_shot" in settings and settings["n_shot"].isdigit():
-        settings = {**settings, "n_shot": int(settings["n_shot"])}
+    settings: dict[str, Any] = {name: row[name] for name in _SETTINGS if row.get(name)}
+    for name in ("n_shot", "limit"):
+        if name in settings:
+            settings[name] = int(_number(path, line, row, name) or 0)
     return PublishedScore(
         task=row["benchmark"], metric=row.get("metric") or "score", value=value,
         maximum=_number(path, line, row, "maximum") or (1.0 if lower else maximum), higher_is_better=not lower,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from harness.comparison import Comparison, standing
-from harness.imported import read_imported
 from harness.contrasts import PairedScores
+from harness.imported import read_imported
 from harness.intervals import Floats
 from harness.published import published_rows, standard_error
 from harness.records import AccuracyData, PublishedScore, Record, ScoresData
