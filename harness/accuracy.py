@@ -63,7 +63,8 @@ def measure_accuracy(
     to the file. think_end: what ends a reasoning model's thinking; only what follows is scored. progress: called with
     (requests scored, requests of this kind in all).
 
-    Raises DataError for an unknown task, one whose data cannot be read, or one without a score per item.
+    Raises DataError for an unknown task, one whose data cannot be read, one without a score per item, one that leaves no
+    room for its prompts, or prompts that begin with two BOS tokens.
     """
     with _quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
         import lm_eval

@@ -60,7 +60,7 @@ def thinking_model(base: type[Any]) -> type[Any]:
     the limit of new tokens only.
     """
 
-    class Thinking(base):  # type: ignore[misc]
+    class Thinking(base):
         def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation: Any) -> Any:
             return super()._model_generate(context, max_length, [], **generation)
 

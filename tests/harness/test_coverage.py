@@ -78,7 +78,7 @@ def test_no_difference_is_found_in_no_more_than_five_percent(n: int, repeats: in
     assert found / SIMULATIONS <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / SIMULATIONS)
 
 
-@pytest.mark.parametrize(("n", "repeats", "noise"), [(100, 1, 0.3), (1000, 1, 0.2), (1000, 1, 0.05), (30, 8, 0.5)])
+@pytest.mark.parametrize(("n", "repeats", "noise"), [(100, 1, 0.3), (1000, 1, 0.05), (30, 8, 0.5), (100, 8, 0.3)])
 def test_at_the_margin_five_percent_are_called_non_inferior(n: int, repeats: int, noise: float) -> None:
     """The true recovery is exactly 1 - margin: both wrong verdicts are the gate's own risk."""
     right, margin = 0.7, 0.05

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from harness.gate import judge
+from harness.policy import DEFAULT, load_policy
 from harness.records import AccuracyData, FidelityData, Record, ThroughputData
 from harness.recovery import compare
 from reports.render import render
@@ -61,7 +63,9 @@ class Page(HTMLParser):
 
 
 def rendered(run: Path, records: list[Record]) -> tuple[str, str, dict[str, Any]]:
-    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, compare(records), records))
+    comparison = compare(records)
+    verdict = judge(comparison, load_policy(DEFAULT)) if set(comparison.arms) - {"bf16"} else None
+    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, comparison, records, verdict))
     return html, md, json.loads(raw)
 
 
@@ -128,6 +132,27 @@ def test_everything_in_order(run: Path, records: list[Record]) -> None:
     assert html.count("<figure>") == 4
     assert html.count(">PTQ start 0.442</text>") == html.count(">best 0.197</text>") == 2
     assert re.findall(r"^## (.*)", md, re.MULTILINE) == re.findall(r"<h2 [^>]*>(.*?)</h2>", html)
+
+
+def test_the_verdict_comes_first_with_its_reason(run: Path, records: list[Record]) -> None:
+    html, md, raw = rendered(run, records)
+    verdict = raw["verdict"]
+    assert verdict["outcome"] == "INCONCLUSIVE"
+    assert "That does not decide drop-1pct: median recovery is 100.0 %" in verdict["paragraph"]
+    assert html.index('<div class="verdict inconclusive"') < html.index('class="outcome"') < html.index("<h2")
+    text = Page(html).text
+    assert "INCONCLUSIVE for QAD by policy drop-1pct" in text
+    assert verdict["paragraph"] in text
+    assert md.index("**INCONCLUSIVE for QAD by policy drop-1pct.**") < md.index("QAD closes") < md.index("## Summary")
+    assert "Policy drop-1pct, held against QAD" in text
+    for check in verdict["checks"]:
+        assert check["rule"] in text
+
+
+def test_without_an_arm_there_is_no_verdict(tmp_path: Path, records: list[Record]) -> None:
+    html, _, raw = rendered(tmp_path, [r for r in records if r.arm == "bf16"])
+    assert raw["verdict"] is None
+    assert 'class="verdict' not in html
 
 
 def test_outcome_sentences(run: Path, records: list[Record]) -> None:
@@ -202,7 +227,7 @@ def test_json_keeps_every_digit(run: Path, records: list[Record]) -> None:
 def test_markdown_tables_are_rectangular(run: Path, records: list[Record]) -> None:
     _, md, _ = rendered(run, records)
     tables = re.findall(r"(?:^\|.*\n)+", md, re.MULTILINE)
-    assert len(tables) == 11
+    assert len(tables) == 12
     for table in tables:
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1, table
@@ -374,6 +399,7 @@ def test_hostile_text_is_text(run: Path, records: list[Record]) -> None:
     plain = Page(rendered(run, records)[0])
     html, md, raw = rendered(run, [hostile(record) for record in records])
     page = Page(html)
+    assert raw["verdict"]["arm"] == HOSTILE or raw["verdict"]["arm"] == "ptq"
     assert set(page.tags) <= set(plain.tags)
     assert page.attributes <= plain.attributes
     assert len(page.ids) == len(set(page.ids))
