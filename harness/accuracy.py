@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from harness.protocol import explicit_generation, protocol, require_room, thinking_model
 from harness.records import AccuracyData, Item, TaskScore
 from qad.errors import DataError
 
@@ -52,15 +53,18 @@ def measure_accuracy(
     batch_size: int = 16,
     seed: int = 0,
     task_path: Path | None = None,
+    think_end: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> AccuracyData:
     """Score an in-memory transformers model. Prompts are plain text, no chat template.
 
     limit: items per task, None for all. n_shot: None for each task's own; a task whose file says 0 stays at 0, as in
     lm-eval. task_path: a folder of task files, searched before the shipped ones; `data_files` in them may be relative
-    to the file. progress: called with (requests scored, requests of this kind in all).
+    to the file. think_end: what ends a reasoning model's thinking; only what follows is scored. progress: called with
+    (requests scored, requests of this kind in all).
 
-    Raises DataError for an unknown task, one whose data cannot be read, or one without a score per item.
+    Raises DataError for an unknown task, one whose data cannot be read, one without a score per item, one that leaves no
+    room for its prompts, or prompts that begin with two BOS tokens.
     """
     with _quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
         import lm_eval
@@ -69,13 +73,16 @@ def measure_accuracy(
         loaded = _load(tasks, task_path, Path(cache))
         for name, task in loaded.items():
             _prepare(name, task, n_shot, seed)
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        kind = thinking_model(HFLM) if think_end else HFLM
+        lm = kind(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, think_end_token=think_end)
+        for name, task in loaded.items():
+            require_room(name, task, lm)
         if progress:
             _report_progress(lm, progress)
         # `simple_evaluate` would do the same after running `pip list` and asking the hub for this model.
         results = lm_eval.evaluate(lm=lm, task_dict={"tasks": loaded}, limit=limit, bootstrap_iters=0, log_samples=True)
         scores = [
-            score for name, task in loaded.items() for score in _scores(name, task, results["samples"][name], limit)
+            score for name, task in loaded.items() for score in _scores(name, task, lm, results["samples"][name], limit)
         ]
     return AccuracyData(scores)
 
@@ -187,6 +194,7 @@ def _prepare(name: str, task: Any, n_shot: int | None, seed: int) -> None:
     elif own is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=seed)
+    explicit_generation(task)
     if (task.get_config("repeats") or 1) > 1:
         raise DataError(f"task {name} samples each item {task.get_config('repeats')} times: only one sample is scored")
 
@@ -194,9 +202,10 @@ def _prepare(name: str, task: Any, n_shot: int | None, seed: int) -> None:
 # --- scores --------------------------------------------------------------------------------------
 
 
-def _scores(name: str, task: Any, samples: list[dict[str, Any]], limit: int | None) -> list[TaskScore]:
+def _scores(name: str, task: Any, lm: Any, samples: list[dict[str, Any]], limit: int | None) -> list[TaskScore]:
     """One TaskScore a filter, in the order lm-eval applied them."""
     metric = _primary_metric(name, task, samples[0])
+    facts = protocol(name, task, lm, samples)
     by_filter: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
         by_filter.setdefault(sample["filter"], []).append(sample)
@@ -211,6 +220,7 @@ def _scores(name: str, task: Any, samples: list[dict[str, Any]], limit: int | No
             chance=_chance(task, metric, group),
             limit=limit,
             items=[_item(sample, metric) for sample in group],
+            protocol=facts,
         )
         for key, group in by_filter.items()
     ]

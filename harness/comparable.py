@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.intervals import Floats, Ints, cluster_index
-from harness.records import ARMS, AccuracyData, FidelityData, Record, TaskScore
+from harness.records import ARMS, AccuracyData, FidelityData, Record, ScoresData, TaskScore
 from qad.errors import DataError
 
 BASELINE = ARMS[0]
@@ -73,6 +73,14 @@ def _settings(record: Record) -> Facts:
             facts.setdefault((score.task, "filters"), []).append(score.filter)
             for name in ("version", "metric", "n_shot", "higher_is_better", "limit"):
                 facts[score.task, f"{name} under filter {score.filter}"] = getattr(score, name)
+            for name, value in _flat("", score.protocol):
+                facts[score.task, f"{name} under filter {score.filter}"] = value
+    if isinstance(record.data, ScoresData):
+        for printed in record.data.scores:
+            for name in ("metric", "higher_is_better", "maximum", "chance", "items", "repeats"):
+                facts[printed.task, f"{name} under filter {printed.filter}"] = getattr(printed, name)
+            for name, value in _flat("", printed.settings):
+                facts[printed.task, f"{name} under filter {printed.filter}"] = value
     return facts
 
 

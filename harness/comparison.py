@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
+
+from harness.records import build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,13 @@ class BenchmarkRow:
     """One task under one filter, all arms, paired by item. Dictionaries are keyed by arm; recovery has no bf16.
 
     recovery None: n/a, `Comparison.not_compared` says why. recovery_above_chance: (candidate - chance) / (bf16 - chance).
+    imported: from printed mean scores, so neither paired nor by item; n is 0 and n_shot None where nobody printed them.
     """
 
     task: str
     metric: str
     filter: str
-    n_shot: int
+    n_shot: int | None
     higher_is_better: bool
     chance: float | None
     n: int
@@ -43,11 +46,38 @@ class BenchmarkRow:
     flips: dict[str, tuple[int, int]]  # items that got (worse, better) than under bf16
     limit: int | None = None  # items asked for; not None: a smoke run, not the whole task
     headline: bool = True  # counts in the median; False for every filter of a task but its first
+    imported: bool = False
 
     @property
     def label(self) -> str:
         """The task's name; with the filter where the task is shown under several."""
         return self.task if self.headline else f"{self.task} ({self.filter})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast:
+    """`arm` against the arm `against` on one benchmark, paired by item.
+
+    difference: mean score of `arm` minus that of `against`, turned so that above 0 is better, in the score's unit.
+    worse, better: items. p: two-sided, of no difference, by the test named in `test`; p_holm: the same, adjusted by
+    Holm over the benchmarks of this pair of arms that count in the median; None for the others.
+    margin: the share of `against`'s score that may be lost. verdict: non-inferior, inferior or undecided at that
+    margin (one-sided 5 %). items_needed: items at which an arm that is truly equal would be found non-inferior with
+    80 % power, judged by how often answers differed here.
+    """
+
+    benchmark: str
+    arm: str
+    against: str
+    difference: Estimate
+    worse: int
+    better: int
+    p: float | None
+    p_holm: float | None
+    test: str
+    margin: float
+    verdict: str
+    items_needed: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +101,9 @@ class Comparison:
     all rows. kl_ratio: KL of qad / KL of ptq. perplexity_gap_closed: (ptq - qad) / (ptq - bf16), None unless the
     interval of the PTQ gap lies above 0. throughput_ratio: arm -> phase (with its shape where a phase was measured
     at several) -> speed / bf16's. not_compared: what was left out and why.
+    contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
+    minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
+    whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from.
     """
 
     arms: list[str]
@@ -82,8 +115,29 @@ class Comparison:
     perplexity_gap_closed: Estimate | None
     throughput_ratio: dict[str, dict[str, Estimate]]
     not_compared: list[str]
+    contrasts: list[Contrast] = dataclasses.field(default_factory=list)
+    median_gain: Estimate | None = None
+    memory_ratio: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    emulated: list[str] = dataclasses.field(default_factory=list)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def standing(estimate: Estimate | None, null: float) -> str:
+    """Whether an interval leaves out `null`, the value of no difference: stands out, within noise or inconclusive."""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return "inconclusive"
+    return "within noise" if estimate.low <= null <= estimate.high else "stands out"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Plain JSON types."""
     return dataclasses.asdict(comparison)
+
+
+def from_json(raw: dict[str, Any]) -> Comparison:
+    """The reverse of `to_json`. Raises ValueError where the fields do not fit."""
+    try:
+        return cast(Comparison, build(Comparison, raw, "comparison"))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"not a comparison: {error}") from error

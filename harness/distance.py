@@ -13,8 +13,9 @@ import numpy as np
 
 from harness.comparable import BASELINE
 from harness.comparison import Estimate, FidelityRow
-from harness.intervals import Floats, Interval, Ints, cluster_index, ratio_of_sums
+from harness.intervals import Floats, Interval, Ints, cluster_index
 from harness.records import FidelityData, FidelitySequence, Record
+from harness.resampling import ratio_of_sums
 from qad.errors import DataError
 
 # Teachers that differ by more are two teachers; the same one, run twice, differs by rounding.

@@ -104,17 +104,23 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """Scores of one task under one filter. `chance`: what guessing scores, None where that has no meaning."""
+    """Scores of one task under one filter. `chance`: what guessing scores, None where that has no meaning.
+
+    protocol: what else decides a score and has to be equal between arms: generation settings, chat template hash, the
+    first token ids of the first prompt. {}: not recorded. n_shot None: not known. Several samples of one question are
+    items of equal hashes.
+    """
 
     task: str
     version: str
     metric: str
     filter: str
-    n_shot: int
+    n_shot: int | None
     higher_is_better: bool
     chance: float | None
     limit: int | None
     items: list[Item]
+    protocol: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +129,53 @@ class AccuracyData:
     tasks: list[TaskScore]
 
 
+@dataclasses.dataclass(frozen=True)
+class PublishedScore:
+    """One benchmark's mean score as somebody printed it, without its items.
+
+    maximum: what a perfect score is (1, 100, ...). items, repeats: questions and answers per question. stderr: the
+    standard error printed beside it, in the score's unit. None: not printed. settings: the protocol as far as known.
+    """
+
+    task: str
+    metric: str
+    value: float
+    maximum: float
+    higher_is_better: bool
+    chance: float | None
+    items: int | None
+    repeats: int | None
+    stderr: float | None
+    filter: str = "none"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoresData:
+    """Imported mean scores. source: where they come from, in words or as an address."""
+
+    KIND: ClassVar[str] = "scores"
+    source: str
+    scores: list[PublishedScore]
+
+
 # --- throughput ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class ThroughputPoint:
-    """One phase at one shape; every repeat is kept. phase: prefill (prompt tokens) or decode (generated tokens)."""
+    """One phase at one shape; every repeat is kept. phase: prefill (prompt tokens) or decode (generated tokens).
+
+    requests, failed: requests sent to a server and those that failed; None where no server was asked.
+    """
 
     phase: str
     batch: int
     input_tokens: int
     output_tokens: int
     tokens_per_s: list[float]
+    requests: int | None = None
+    failed: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +186,8 @@ class ThroughputData:
 
 # --- the record ----------------------------------------------------------------------------------
 
-Data = MemoryData | FidelityData | AccuracyData | ThroughputData
-_DATA: dict[str, type[Any]] = {d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ThroughputData)}
+Data = MemoryData | FidelityData | AccuracyData | ScoresData | ThroughputData
+_DATA: dict[str, type[Any]] = {d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ScoresData, ThroughputData)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +230,8 @@ def from_json(raw: dict[str, Any]) -> Record:
         raise ValueError(f"unknown kind of record {kind!r}; known: {', '.join(_DATA)}")
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"record has schema {raw.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
-    data = _build(_DATA[kind], raw.pop("data", None), "data")
-    return typing.cast(Record, _build(Record, {**raw, "data": data}, "record"))
+    data = build(_DATA[kind], raw.pop("data", None), "data")
+    return typing.cast(Record, build(Record, {**raw, "data": data}, "record"))
 
 
 def write(record: Record, path: Path) -> None:
@@ -209,26 +250,38 @@ def read(path: Path) -> Record:
         raise ValueError(f"{path} is not a measurement record: {error}") from error
 
 
-def _build(cls: Any, value: Any, where: str) -> Any:
-    """Rebuild a value of (possibly nested) annotated type `cls` from JSON types."""
+def build(cls: Any, value: Any, where: str) -> Any:
+    """Rebuild a value of (possibly nested) annotated type `cls` from JSON types. Raises ValueError naming the place."""
     if dataclasses.is_dataclass(value):
         return value
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is {type(value).__name__}, expected an object")
-        hints = get_type_hints(cls)
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(value) - set(fields))
-        required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-        missing = sorted(required - set(value))
-        if unknown or missing:
-            raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
-        return cls(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+        return _build_dataclass(cls, value, where)
     origin, args = get_origin(cls), get_args(cls)
     if origin is list:
-        return [_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        return tuple(build(args[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        return {name: build(args[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin in (Union, types.UnionType):
-        return None if value is None else _build(next(a for a in args if a is not type(None)), value, where)
+        return None if value is None else build(next(a for a in args if a is not type(None)), value, where)
     if cls is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
+
+
+def _build_dataclass(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {type(value).__name__}, expected an object")
+    hints = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(value) - set(fields))
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(required - set(value))
+    if unknown or missing:
+        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
+    return cls(**{name: build(hints[name], item, f"{where}.{name}") for name, item in value.items()})

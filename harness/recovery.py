@@ -7,7 +7,6 @@ a mean in silence. How the intervals are made, and what they cover: harness.inte
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -25,42 +24,30 @@ from harness.comparable import (
     task_scores,
 )  # fmt: skip
 from harness.comparison import BenchmarkRow, Comparison, Estimate
+from harness.contrasts import MARGIN, PairedScores, contrasts
 from harness.distance import compare_fidelity
-from harness.intervals import (
-    Floats,
-    Interval,
-    Ints,
-    mean_interval,
-    median_interval,
-    paired_ratio_deviations,
-    paired_ratio_interval,
-)  # fmt: skip
-from harness.records import Record, TaskScore
-from harness.speed import compare_throughput
+from harness.intervals import Floats, Interval, Ints, mean_interval, paired_ratio_interval
+from harness.medians import median_difference_interval, median_interval, paired_ratio_deviations
+from harness.published import published_rows, sources
+from harness.records import MemoryData, Record, TaskScore
+from harness.speed import compare_throughput, emulated, failure_shares
 
 
-@dataclasses.dataclass(frozen=True)
-class _Benchmark:
-    """A row, and per arm the resampled deviations of its recovery (None: it has no interval)."""
+def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
+    """Compare the arms of one model. margin: the share of a score that may be lost, for non-inferiority.
 
-    row: BenchmarkRow
-    deviations: dict[str, Floats | None]
-
-
-def compare(records: list[Record]) -> Comparison:
-    """Compare the arms of one model.
-
-    Raises DataError where accuracy or fidelity records were not made under the same settings, from the same items or
-    text, or where the records of one arm are of different weights; every difference is named.
+    Raises DataError where accuracy, fidelity or imported records were not made under the same settings, from the same
+    items or text, or where the records of one arm are of different weights; every difference is named.
     """
     kinds = by_kind(records)
     notes: list[str] = []
     arms = sorted({record.arm for record in records}, key=arm_order)
-    for kind in ("accuracy", "fidelity"):
+    for kind in ("accuracy", "fidelity", "scores"):
         if kind in kinds:
             require_comparable(kind, kinds[kind])
             notes += [f"{kind}: {arm} was not measured" for arm in arms if arm not in kinds[kind]]
     benchmarks = _benchmarks(kinds.get("accuracy", {}), notes)
+    benchmarks += published_rows(kinds.get("scores", {}), len(benchmarks), notes)
     medians = {arm: _median(arm, benchmarks, notes) for arm in arms if arm != BASELINE}
     fidelity = compare_fidelity(kinds.get("fidelity", {}), notes)
     return Comparison(
@@ -73,6 +60,12 @@ def compare(records: list[Record]) -> Comparison:
         perplexity_gap_closed=fidelity.gap_closed,
         throughput_ratio=compare_throughput(kinds.get("throughput", {}), notes),
         not_compared=notes,
+        contrasts=contrasts(benchmarks, arms, margin),
+        median_gain=_median_gain(benchmarks),
+        memory_ratio=_memory_ratio(kinds.get("memory", {})),
+        failure_share=failure_shares(kinds.get("throughput", {})),
+        emulated=emulated(kinds.get("throughput", {})),
+        sources=sources(kinds.get("scores", {})),
     )
 
 
@@ -87,7 +80,7 @@ def estimate(value: float, interval: Interval, n: int) -> Estimate:
 # --- benchmarks ----------------------------------------------------------------------------------
 
 
-def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[_Benchmark]:
+def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[PairedScores]:
     shown: set[str] = set()
     found = []
     for stream, key in enumerate(task_keys(arms)):
@@ -105,7 +98,9 @@ def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[_Benchmark]:
     return found
 
 
-def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]) -> _Benchmark:
+def _benchmark(
+    key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]
+) -> PairedScores:
     task, filter_name, metric = key
     values, cluster = paired(task, scores)
     require_same_targets(task, scores)
@@ -129,7 +124,7 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
             notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if first.higher_is_better else arm} scores 0")
             continue
         recovery[arm] = _recovery(top, bottom, cluster)
-        deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream)
+        deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
         above[arm] = _above_chance(label, arm, first, top, bottom, cluster, notes)
     row = BenchmarkRow(
         task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
@@ -137,7 +132,7 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         score={arm: estimate(float(v.mean()), mean_interval(v, cluster), len(v)) for arm, v in usable.items()},
         recovery=recovery, recovery_above_chance=above, flips=flips, limit=first.limit, headline=headline,
     )  # fmt: skip
-    return _Benchmark(row, deviations)
+    return PairedScores(row, usable, cluster, deviations)
 
 
 def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -> Estimate:
@@ -167,7 +162,7 @@ def _flips(base: Floats, other: Floats, higher_is_better: bool) -> tuple[int, in
 # --- over benchmarks -----------------------------------------------------------------------------
 
 
-def _median(arm: str, benchmarks: Sequence[_Benchmark], notes: list[str]) -> Estimate | None:
+def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> Estimate | None:
     """Median over the headline rows that have a recovery; no interval unless each of them has one."""
     asked = [b for b in benchmarks if b.row.headline and arm in b.row.recovery]
     counted = [(b, recovery) for b in asked if (recovery := b.row.recovery[arm])]
@@ -189,6 +184,36 @@ def _median(arm: str, benchmarks: Sequence[_Benchmark], notes: list[str]) -> Est
     return estimate(float(np.median(values)), interval, len(values))
 
 
-def _worst(arm: str, benchmarks: Sequence[_Benchmark]) -> tuple[str, Estimate] | None:
+def _worst(arm: str, benchmarks: Sequence[PairedScores]) -> tuple[str, Estimate] | None:
     rows = [(b.row.label, recovery) for b in benchmarks if (recovery := b.row.recovery.get(arm))]
     return min(rows, key=lambda row: row[1].value, default=None)
+
+
+def _median_gain(benchmarks: Sequence[PairedScores]) -> Estimate | None:
+    """Median recovery of qad minus that of ptq, over the headline rows in which both have one."""
+    counted = [b for b in benchmarks if b.row.headline and b.row.recovery.get("ptq") and b.row.recovery.get("qad")]
+    if not counted:
+        return None
+    values: dict[str, list[float]] = {"qad": [], "ptq": []}
+    drawn: dict[str, list[Floats]] = {"qad": [], "ptq": []}
+    for arm in values:
+        for b in counted:
+            recovery, deviations = b.row.recovery[arm], b.deviations.get(arm)
+            assert recovery is not None
+            values[arm].append(recovery.value)
+            drawn[arm] += [] if deviations is None else [deviations]
+    clusters = sum(b.row.clusters for b in counted)
+    if any(len(drawn[arm]) < len(counted) for arm in values):
+        interval = Interval(None, None, clusters, "none", "inconclusive: a benchmark has no interval")
+    else:
+        interval = median_difference_interval(values["qad"], drawn["qad"], values["ptq"], drawn["ptq"], clusters)
+    return estimate(float(np.median(values["qad"]) - np.median(values["ptq"])), interval, len(counted))
+
+
+def _memory_ratio(arms: dict[str, Record]) -> dict[str, Estimate]:
+    """arm -> bytes of its weight files / bf16's, exact; empty without bf16."""
+    size = {arm: record.data.file_bytes for arm, record in arms.items() if isinstance(record.data, MemoryData)}
+    if not size.get(BASELINE):
+        return {}
+    ratios = {arm: count / size[BASELINE] for arm, count in size.items() if arm != BASELINE}
+    return {arm: Estimate(ratio, ratio, ratio, 1, 1, "exact") for arm, ratio in ratios.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from harness.comparable import BASELINE
 from harness.comparison import Estimate
-from harness.intervals import log_ratio_t
+from harness.intervals import log_ratio_t, mean_interval
 from harness.records import Record, ThroughputData, ThroughputPoint
 
 Shape = tuple[str, int, int, int]  # phase, batch, input tokens, output tokens
@@ -76,3 +78,22 @@ def _ratio(top: list[float], bottom: list[float]) -> Estimate | None:
     value = math.exp(sum(math.log(t / b) for t, b in zip(top[:n], bottom[:n], strict=True)) / n)
     interval = log_ratio_t(top[:n], bottom[:n])
     return Estimate(value, interval.low, interval.high, n, interval.clusters, interval.method, interval.note)
+
+
+def emulated(arms: dict[str, Record]) -> list[str]:
+    """Arms whose speed was measured without FP4 arithmetic."""
+    return [arm for arm, record in arms.items() if record.engine.emulated]
+
+
+def failure_shares(arms: dict[str, Record]) -> dict[str, Estimate]:
+    """arm -> failed / sent requests over all points, Wilson's interval; only where a server was asked."""
+    shares = {}
+    for arm, record in arms.items():
+        points = _points(record).values()
+        counted = [(p.requests, p.failed) for p in points if p.requests is not None and p.failed is not None]
+        sent, failed = sum(n for n, _ in counted), sum(k for _, k in counted)
+        if counted and sent > 0:
+            outcome = np.repeat([1.0, 0.0], [failed, sent - failed])
+            found = mean_interval(outcome, np.arange(sent))
+            shares[arm] = Estimate(failed / sent, found.low, found.high, sent, sent, found.method, found.note)
+    return shares

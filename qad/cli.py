@@ -1,6 +1,6 @@
 """The command `qad`. Parsing only: each command imports what it needs when it runs, so that --help is instant.
 
-Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint), 2 usage or input error, 3 inconclusive,
+Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint, gate failed), 2 usage or input error, 3 inconclusive,
 130 interrupted.
 """
 
@@ -106,8 +106,23 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
 
+    sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
+    sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
+                     help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
+                     "Evaluator; baseline first")  # fmt: skip
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument("--margin", type=float, default=0.01, help="share of a score that may be lost (default: 0.01)")
+    _policy(sub)
+
+    sub = _command(commands, "gate", _gate, "hold results against a policy: pass, fail or inconclusive")
+    sub.add_argument("results", type=Path, metavar="RESULTS", help="run folder, comparison folder or report.json")
+    _policy(sub)
+    sub.add_argument("--arm", help="arm to judge (default: qad, else ptq)")
+    sub.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+
     sub = _command(commands, "report", _report, "render the report of a run again from its records")
     sub.add_argument("run", type=Path, metavar="RUN")
+    _policy(sub)
 
     sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
     sub.add_argument("folder", type=Path, metavar="DIR")
@@ -128,6 +143,11 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", default="drop-1pct", metavar="FILE",
+                        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)")  # fmt: skip
 
 
 def _say(line: str) -> None:
@@ -246,10 +266,31 @@ def _measure(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from qad.comparing import compare_arms
+
+    artifact, text = compare_arms(args.arms, args.out, margin=args.margin, policy=args.policy)
+    _say(f"{text}\n\ncomparison: {artifact.path}")
+    return 0
+
+
+def _gate(args: argparse.Namespace) -> int:
+    from harness.verdict import to_json
+    from qad.comparing import gate
+    from reports.numbers import clean
+
+    verdict = gate(args.results, args.policy, args.arm)
+    if args.json:
+        _say(json.dumps(to_json(verdict), indent=1))
+    else:
+        _say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
+    return verdict.exit_code
+
+
 def _report(args: argparse.Namespace) -> int:
     from qad.pipeline import report_run
 
-    _say(f"report: {report_run(args.run, _say)}")
+    _say(f"report: {report_run(args.run, _say, args.policy)}")
     return 0
 
 

@@ -26,6 +26,8 @@ from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, Usage
 from qad.measuring import Measuring
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_enough_text, trained_arm
 
+DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
+
 
 class Stopwatch:
     """Says which stage runs and, at the end, how long each took; a reused one took no time."""
@@ -112,26 +114,33 @@ def _require_measurable(job: Job) -> None:
         )
 
 
-def report_run(out: Path, say: Callable[[str], None]) -> Path:
-    """Compare the records of a run folder and render its report; print the summary table."""
+def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> Path:
+    """Compare the records of a run folder, judge them and render its report; print table and verdict."""
+    from harness.policy import load_policy
     from harness.recovery import compare
+    from qad.comparing import verdict_on
     from reports.load import load_records
+    from reports.numbers import clean
     from reports.render import render
     from reports.tables import summary_text
 
+    rules = load_policy(policy)
     records = load_records(out)
     if not records:
         raise ArtifactError(
             f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
         )
     comparison = compare(records)
+    verdict = verdict_on(comparison, rules)
     try:
-        paths = render(out, comparison, records)
+        paths = render(out, comparison, records, verdict)
     except OSError as error:
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
         ) from error
     say(summary_text(comparison, records))
+    if verdict:
+        say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")
 
 

@@ -6,13 +6,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from harness.comparison import Comparison
+from harness.comparison import Comparison, Contrast
 from harness.records import MemoryData, Record
+from harness.verdict import Verdict
 from reports.load import SplitText, Step
 from reports.numbers import clean, gigabytes_in_column, percent, plural, significant
 from reports.outcome import BASELINE, arm_name, filter_note, reading
 from reports.parts import Cell, Group, Row, Table
-from reports.tables import NOT_AVAILABLE, NOT_MEASURED, memory_of, number_cell, share_cell, speed_group
+from reports.tables import (
+    NOT_AVAILABLE,
+    NOT_MEASURED,
+    count_cell,
+    memory_of,
+    number_cell,
+    points_cell,
+    share_cell,
+    speed_group,
+)
 
 CLASSES = {
     "fp4_codes": "FP4 codes",
@@ -35,7 +45,7 @@ def benchmarks(comparison: Comparison) -> Table | None:
             # Not all benchmarks have a chance level; one that has may have no recovery above it.
             above = Cell("no chance level") if row.chance is None else share_cell(row.recovery_above_chance.get(arm))
             how = ", ".join(clean(part, 80) for part in (recovery.method, recovery.note) if part) if recovery else ""
-            n = Cell(plural(row.n, "item"), plural(row.clusters, "cluster"))
+            n = count_cell(row)
             rows.append(Row(arm_name(arm), [share_cell(recovery), Cell(reading(recovery), how), above, flips, n]))
         chance = f", chance {percent(row.chance)}" if row.chance is not None else ""
         groups.append(Group(f"{clean(row.task, 60)} ({filter_note(row)}{chance})", rows))
@@ -72,6 +82,45 @@ def text(splits: list[SplitText]) -> Table | None:
     if not groups:
         return None
     return Table("Text, by split and source", ["", "Tokens", "Share"], groups, "No document is in two splits.")
+
+
+def checks(verdict: Verdict | None) -> Table | None:
+    """The policy, threshold by threshold."""
+    if verdict is None:
+        return None
+    rows = [Row(clean(check.rule, 120), [Cell(check.outcome), Cell(clean(check.why, 400))]) for check in verdict.checks]
+    others = "".join(f" {arm_name(arm)}: {outcome}." for arm, outcome in verdict.others.items())
+    note = f"{clean(verdict.about, 300)}{' By the same policy,' if others else ''}{others}".strip()
+    caption = f"Policy {clean(verdict.policy, 60)}, held against {arm_name(verdict.arm)}"
+    return Table(caption, ["Threshold", "Verdict", "Why"], [Group("", rows)], note, align="left", breakable=True)
+
+
+def contrasts(comparison: Comparison) -> Table | None:
+    """Arm against arm on each benchmark: difference, tests, and what n would tell."""
+    groups = []
+    for pair in dict.fromkeys((c.arm, c.against) for c in comparison.contrasts):
+        found = [c for c in comparison.contrasts if (c.arm, c.against) == pair]
+        rows = [Row(clean(c.benchmark, 60), _contrast_cells(c)) for c in found]
+        groups.append(Group(f"{arm_name(pair[0])} against {arm_name(pair[1])}", rows))
+    if not groups:
+        return None
+    margin = percent(comparison.contrasts[0].margin)
+    columns = ["", "Difference", "Items worse / better", "p, adjusted", f"At a margin of {margin}", "Items needed"]
+    note = (
+        "Differences in points of score, above 0 is better. p is of no difference, adjusted by Holm over the benchmarks in "
+        f"the median; under it the test. Non-inferior: a loss of more than {margin} of the score is excluded (one-sided "
+        "5 %). Items needed: to show that of an arm that is truly equal, with 80 % power."
+    )
+    return Table("Paired tests", columns, groups, note, breakable=True)
+
+
+def _contrast_cells(c: Contrast) -> list[Cell]:
+    points = points_cell(c.difference)
+    if c.p is None:
+        return [points, Cell("—"), Cell("no test", clean(c.test, 60)), Cell(c.verdict), Cell("—")]
+    p = Cell(significant(c.p if c.p_holm is None else c.p_holm, digits=2), c.test)
+    needed = Cell("n/a") if c.items_needed is None else Cell(f"{c.items_needed:,}")
+    return [points, Cell(f"{c.worse} / {c.better}"), p, Cell(c.verdict), needed]
 
 
 def token_kl(comparison: Comparison) -> Table | None:

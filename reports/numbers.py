@@ -60,11 +60,21 @@ def interval(estimate: Estimate, form: Format = significant) -> str:
     if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return ""
     low, high = form(estimate.low, estimate.value), form(estimate.high, estimate.value)
-    return f"{low} to {high}" if "−" in low + high or "e" in low + high else f"{low}–{high}"
+    return f"{low} to {high}" if set("−+e") & set(low + high) else f"{low}–{high}"
 
 
 def percent_interval(estimate: Estimate) -> str:
     return interval(estimate, _bare_percent)
+
+
+def signed(value: float) -> str:
+    """+3.4 or −3.4, one decimal."""
+    return _minus(f"{value:+.1f}")
+
+
+def points_interval(estimate: Estimate) -> str:
+    """+1.8 to +5.0 points of a difference of shares, or "" where there is none."""
+    return interval(estimate, lambda limit, _scale: signed(100 * limit))
 
 
 def gigabytes(count: int, *, binary: bool = False) -> str:

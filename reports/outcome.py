@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records import ARMS, MemoryData, Record
+from harness.verdict import Verdict
 from reports.load import Step
 from reports.numbers import clean, gigabytes, people_list, percent, percent_interval, plural, significant
 from reports.parts import Banner
@@ -81,6 +82,14 @@ def _size(records: list[Record]) -> str:
 def _share(estimate: Estimate) -> str:
     limits = percent_interval(estimate)
     return f"{percent(estimate.value)} ({limits})" if limits else f"{percent(estimate.value)} (no interval)"
+
+
+def verdict_banner(verdict: Verdict | None) -> Banner | None:
+    """The gate's word and its paragraph."""
+    if verdict is None:
+        return None
+    title = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
+    return Banner(verdict.outcome.lower(), title, clean(verdict.paragraph, 1500))
 
 
 # --- banners -------------------------------------------------------------------------------------
@@ -163,7 +172,9 @@ def _smoke(comparison: Comparison) -> list[Banner]:
 
 def filter_note(row: BenchmarkRow) -> str:
     """acc, 0-shot, filter strict."""
-    parts = [clean(row.metric, 40), f"{row.n_shot}-shot"]
+    parts = [clean(row.metric, 40)]
+    parts += [] if row.n_shot is None else [f"{row.n_shot}-shot"]
+    parts += ["imported"] if row.imported else []
     if row.filter not in ("none", ""):
         parts.append(f"filter {clean(row.filter, 40)}")
     if not row.higher_is_better:

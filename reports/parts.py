@@ -83,7 +83,8 @@ Block = Table | Figure | Text | Code | Notes
 
 @dataclasses.dataclass(frozen=True)
 class Banner:
-    """level: "warning" (something is wrong) or "caution" (a number means less than it seems)."""
+    """level: "warning" (something is wrong), "caution" (a number means less than it seems); of a verdict: "pass",
+    "fail" or "inconclusive"."""
 
     level: str
     title: str
@@ -99,10 +100,12 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """title: the model's name. subtitle: what was measured when. outcome: sentences of the first screen."""
+    """title: the model's name. subtitle: what was measured when. verdict: the gate's, and why; outcome: sentences. Both
+    are on the first screen."""
 
     title: str
     subtitle: str
+    verdict: Banner | None
     outcome: list[str]
     banners: list[Banner]
     sections: list[Section]

@@ -19,8 +19,10 @@ from markupsafe import Markup, escape
 
 from harness import comparison as comparisons
 from harness import records as record_types
+from harness import verdict as verdicts
 from harness.comparison import Comparison
 from harness.records import Record
+from harness.verdict import Verdict
 from reports import origin
 from reports.document import document
 from reports.load import Run, load_run
@@ -34,15 +36,18 @@ _NUMBER = re.compile(r"\d[\d.,]* (?:%|GB|nats)(?: \([\d.,–−to ]+\))?")
 _BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 
 
-def render(run: Path, comparison: Comparison, records: list[Record]) -> list[Path]:
-    """Write the three files (each aside, then renamed) and return their paths: HTML, Markdown, JSON."""
+def render(run: Path, comparison: Comparison, records: list[Record], verdict: Verdict | None = None) -> list[Path]:
+    """Write the three files (each aside, then renamed) and return their paths: HTML, Markdown, JSON.
+
+    verdict: what harness.gate says of the comparison, shown first; None where there was nothing to judge.
+    """
     records = origin.ordered(records)
     loaded = load_run(run, records)
-    contents = document(loaded, comparison, records)
+    contents = document(loaded, comparison, records, verdict)
     texts = {
         "report.html": html(contents),
         "report.md": markdown(contents),
-        "report.json": _json(contents, comparison, records, loaded),
+        "report.json": _json(contents, comparison, records, loaded, verdict),
     }
     folder = run / "report"
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,11 +99,12 @@ def _fence(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
 
 
-def _json(contents: Document, comparison: Comparison, records: list[Record], run: Run) -> str:
+def _json(contents: Document, comparison: Comparison, records: list[Record], run: Run, verdict: Verdict | None) -> str:
     """The numbers unrounded, for programs."""
     value = {
         "schema_version": SCHEMA_VERSION,
         "title": contents.title,
+        "verdict": verdicts.to_json(verdict) if verdict else None,
         "outcome": contents.outcome,
         "banners": [dataclasses.asdict(banner) for banner in contents.banners],
         "comparison": comparisons.to_json(comparison),

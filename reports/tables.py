@@ -7,9 +7,19 @@ import math
 import statistics
 from collections.abc import Callable
 
-from harness.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow
+from harness.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow, standing
 from harness.records import MemoryData, Record, ThroughputData, ThroughputPoint
-from reports.numbers import clean, gigabytes, interval, percent, percent_interval, plural, significant
+from reports.numbers import (
+    clean,
+    gigabytes,
+    interval,
+    percent,
+    percent_interval,
+    plural,
+    points_interval,
+    signed,
+    significant,
+)
 from reports.outcome import BASELINE, arm_name, emulated_arms, filter_note
 from reports.parts import Cell, Group, Row, Table
 
@@ -28,6 +38,20 @@ def number_cell(estimate: Estimate | None, unit: str = "", *, note: str = "") ->
         return NOT_AVAILABLE
     text = f"{significant(estimate.value)} {unit}".rstrip()
     return Cell(text, _detail(interval(estimate), note, estimate.note))
+
+
+def points_cell(estimate: Estimate | None) -> Cell:
+    """A difference of shares, in points."""
+    if estimate is None:
+        return NOT_AVAILABLE
+    return Cell(f"{signed(100 * estimate.value)} points", _detail(points_interval(estimate), "", estimate.note))
+
+
+def count_cell(row: BenchmarkRow, *, own: bool = True) -> Cell:
+    """Items, and clusters; own: clusters also where every item is its own."""
+    if row.imported:
+        return Cell(plural(row.n, "item") if row.n else "n not printed")
+    return Cell(plural(row.n, "item"), plural(row.clusters, "cluster") if own or row.clusters < row.n else "")
 
 
 def _detail(limits: str, note: str, reason: str) -> str:
@@ -55,7 +79,7 @@ def summary(comparison: Comparison, records: list[Record]) -> Table:
 def _accuracy(comparison: Comparison) -> Group:
     arms, rows = comparison.arms, []
     for row in comparison.benchmarks:
-        n = Cell(plural(row.n, "item"), plural(row.clusters, "cluster") if row.clusters < row.n else "")
+        n = count_cell(row, own=False)
         scores = [_score_cell(row, arm) for arm in arms]
         rows.append(Row(clean(row.task, 60), [*scores, n], filter_note(row)))
         recoveries = [Cell("—") if arm == BASELINE else _recovery_cell(row, arm) for arm in arms]
@@ -67,6 +91,12 @@ def _accuracy(comparison: Comparison) -> Group:
         worst = [_over_benchmarks(arm, comparison, worst=True) for arm in arms]
         rows.append(Row("Median recovery", [*medians, n], "over benchmarks", strong=True))
         rows.append(Row("Worst benchmark", [*worst, n], "lowest recovery", strong=True))
+    if comparison.median_gain:
+        gain, shown = comparison.median_gain, points_cell(comparison.median_gain)
+        reading = standing(gain, 0.0)
+        cell = Cell(shown.text, ", ".join(part for part in (shown.detail, reading) if part))
+        cells = [cell if arm == "qad" else Cell("—") for arm in arms]
+        rows.append(Row("QAD minus PTQ", [*cells, Cell(plural(gain.n, "benchmark"))], "median recovery"))
     return Group("Accuracy", rows)
 
 
@@ -213,7 +243,15 @@ def _rate_cell(rates: list[float], tags: tuple[str, ...]) -> Cell:
 
 def summary_text(comparison: Comparison, records: list[Record]) -> str:
     """The summary for a terminal: one line a row, interval in brackets."""
-    table = summary(comparison, records)
+    text = [table_text(summary(comparison, records))]
+    arms = [arm_name(arm) for arm in emulated_arms(records)]
+    if arms:
+        text.append(f"{', '.join(arms)}: FP4 is emulated here; accuracy is meaningful, speed is not FP4 speed.")
+    return "\n".join(text)
+
+
+def table_text(table: Table) -> str:
+    """A table for a terminal."""
     lines = [["", *table.columns[1:]]]
     for group in table.groups:
         lines.append([group.title.upper()])
@@ -226,7 +264,4 @@ def summary_text(comparison: Comparison, records: list[Record]) -> str:
         for i in range(len(lines[0]))
     ]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
-    arms = [arm_name(arm) for arm in emulated_arms(records)]
-    if arms:
-        text.append(f"{', '.join(arms)}: FP4 is emulated here; accuracy is meaningful, speed is not FP4 speed.")
     return "\n".join(text)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from harness import intervals
+from harness import intervals, medians, resampling
 from harness.intervals import Floats, Ints
 
 
@@ -93,26 +93,26 @@ def test_one_cluster_has_no_interval() -> None:
     base = np.array([1.0, 0.0] * 20)
     assert intervals.paired_ratio_interval(1 - base, base, np.zeros(40, dtype=np.int64)).low is None
     assert intervals.mean_interval(base, np.zeros(40, dtype=np.int64)).low is None
-    assert intervals.ratio_of_sums(base, base + 1, np.zeros(40, dtype=np.int64), log=False).low is None
+    assert resampling.ratio_of_sums(base, base + 1, np.zeros(40, dtype=np.int64), log=False).low is None
 
 
 def test_same_data_same_bits() -> None:
     rng = np.random.default_rng(0)
     top, bottom, cluster = rng.random(60), rng.random(60) + 1, np.arange(60) // 3
-    assert intervals.ratio_of_sums(top, bottom, cluster, log=True) == intervals.ratio_of_sums(
+    assert resampling.ratio_of_sums(top, bottom, cluster, log=True) == resampling.ratio_of_sums(
         top.copy(), bottom.copy(), cluster.copy(), log=True
     )
 
 
 def test_resampled_sums_are_of_whole_rows() -> None:
     """Every resample takes G rows, also across chunks; columns stay together."""
-    sums = intervals.resampled_sums(np.stack([np.ones(3000), np.full(3000, 2.0)], axis=1), stream=1)
-    assert sums.shape == (intervals.RESAMPLES, 2)
+    sums = resampling.resampled_sums(np.stack([np.ones(3000), np.full(3000, 2.0)], axis=1), stream=1)
+    assert sums.shape == (resampling.RESAMPLES, 2)
     assert (sums == [3000.0, 6000.0]).all()
 
 
 def test_equal_clusters_need_no_resampling() -> None:
-    found = intervals.ratio_of_sums(np.zeros(10), np.arange(1.0, 11.0), np.arange(10), log=False)
+    found = resampling.ratio_of_sums(np.zeros(10), np.arange(1.0, 11.0), np.arange(10), log=False)
     assert (found.low, found.high) == (0.0, 0.0)
 
 
@@ -168,39 +168,22 @@ def test_recovery_interval_covers(n: int, size: int, right: float, noise: float)
     assert hits / 800 >= 0.93 - 3 * math.sqrt(0.93 * 0.07 / 800)
 
 
-@pytest.mark.parametrize(("sequences", "spread", "least"), [(24, 0.3, 0.93), (24, 0.7, 0.91), (64, 0.7, 0.92)])
-def test_kl_interval_covers(sequences: int, spread: float, least: float) -> None:
-    """Mean KL per token of sequences whose own KL is log-normal. `least` is what the docstring admits, less noise."""
+@pytest.mark.parametrize(("sequences", "spread"), [(8, 0.3), (8, 1.1), (24, 0.3), (24, 1.1), (64, 0.7)])
+def test_kl_interval_covers(sequences: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean KL per token of sequences whose own KL is log-normal: 93 %, less three standard errors."""
+    monkeypatch.setattr(resampling, "RESAMPLES", 500)
     rng = np.random.default_rng(sequences)
     hits = 0
-    for _ in range(400):
+    for _ in range(300):
         tokens = rng.integers(200, 512, sequences).astype(np.float64)
         kl = tokens * 0.1 * np.exp(rng.normal(-(spread**2) / 2, spread, sequences))
-        found = intervals.ratio_of_sums(kl, tokens, np.arange(sequences), log=True)
+        found = resampling.ratio_of_sums(kl, tokens, np.arange(sequences), log=True)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 0.1 <= found.high
-    assert hits / 400 >= least - 2 * math.sqrt(0.93 * 0.07 / 400)
-
-
-@pytest.mark.parametrize("between", [0.0, 0.03])
-@pytest.mark.parametrize("benchmarks", [2, 3, 11])
-def test_median_interval_covers(benchmarks: int, between: float) -> None:
-    """93-98 %, give or take the noise of 400 simulations; plain resampling covers .99 where nothing differs."""
-    rng = np.random.default_rng(benchmarks)
-    errors = np.array([0.08, 0.035, 0.02] * 4)[:benchmarks]
-    draws = rng.standard_normal((benchmarks, 1000))
-    hits = 0
-    for _ in range(400):
-        true = 1 + between * rng.standard_normal(benchmarks)
-        observed = true + errors * rng.standard_normal(benchmarks)
-        found = intervals.median_interval(list(observed), list(rng.permuted(draws, axis=1) * errors[:, None]), 0)
-        assert found.low is not None
-        assert found.high is not None
-        hits += found.low <= np.median(true) <= found.high
-    assert 0.93 - 0.03 <= hits / 400 <= 0.98 + 0.012
+    assert hits / 300 >= 0.93 - 3 * math.sqrt(0.93 * 0.07 / 300)
 
 
 def test_median_of_three_says_so() -> None:
     draws = [np.random.default_rng(i).standard_normal(4000) * 0.01 for i in range(3)]
-    assert intervals.median_interval([0.9, 1.0, 1.1], draws, 0).note == "only 3 benchmarks"
+    assert medians.median_interval([0.9, 1.0, 1.1], draws, 0).note == "only 3 benchmarks"

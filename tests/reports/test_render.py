@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from harness.gate import judge
+from harness.policy import DEFAULT, load_policy
 from harness.records import AccuracyData, FidelityData, Record, ThroughputData
 from harness.recovery import compare
 from reports.render import render
@@ -61,7 +63,9 @@ class Page(HTMLParser):
 
 
 def rendered(run: Path, records: list[Record]) -> tuple[str, str, dict[str, Any]]:
-    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, compare(records), records))
+    comparison = compare(records)
+    verdict = judge(comparison, load_policy(DEFAULT)) if set(comparison.arms) - {"bf16"} else None
+    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, comparison, records, verdict))
     return html, md, json.loads(raw)
 
 
@@ -99,7 +103,7 @@ def test_reports_import_records_and_comparison_only() -> None:
         " 'numpy.random.torch', 'scipy', 'lm_eval')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["harness", "harness.comparison", "harness.records"]
+    assert done.stdout.split() == ["harness", "harness.comparison", "harness.records", "harness.verdict"]
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -130,6 +134,27 @@ def test_everything_in_order(run: Path, records: list[Record]) -> None:
     assert re.findall(r"^## (.*)", md, re.MULTILINE) == re.findall(r"<h2 [^>]*>(.*?)</h2>", html)
 
 
+def test_the_verdict_comes_first_with_its_reason(run: Path, records: list[Record]) -> None:
+    html, md, raw = rendered(run, records)
+    verdict = raw["verdict"]
+    assert verdict["outcome"] == "INCONCLUSIVE"
+    assert "That does not decide drop-1pct: median recovery is 100.0 %" in verdict["paragraph"]
+    assert html.index('<div class="verdict inconclusive"') < html.index('class="outcome"') < html.index("<h2")
+    text = Page(html).text
+    assert "INCONCLUSIVE for QAD by policy drop-1pct" in text
+    assert verdict["paragraph"] in text
+    assert md.index("**INCONCLUSIVE for QAD by policy drop-1pct.**") < md.index("QAD closes") < md.index("## Summary")
+    assert "Policy drop-1pct, held against QAD" in text
+    for check in verdict["checks"]:
+        assert check["rule"] in text
+
+
+def test_without_an_arm_there_is_no_verdict(tmp_path: Path, records: list[Record]) -> None:
+    html, _, raw = rendered(tmp_path, [r for r in records if r.arm == "bf16"])
+    assert raw["verdict"] is None
+    assert 'class="verdict' not in html
+
+
 def test_outcome_sentences(run: Path, records: list[Record]) -> None:
     comparison = compare(records)
     text = Page(rendered(run, records)[0]).text
@@ -142,7 +167,7 @@ def test_outcome_sentences(run: Path, records: list[Record]) -> None:
         f"QAD closes {100 * gap.value:.1f} % ({100 * gap.low:.1f}–{100 * gap.high:.1f}) of the perplexity gap" in text
     )
     assert f"lowers the KL divergence to the BF16 teacher to {100 * ratio.value:.1f} %" in text
-    assert "Median recovery of BF16's score over 2 benchmarks: QAD 100.0 % (97.0–103.0), worst qad_facts 99.5 %" in text
+    assert "Median recovery of BF16's score over 2 benchmarks: QAD 100.0 % (97.1–102.9), worst qad_facts 99.5 %" in text
     assert "So few benchmarks say little about others." in text
     assert "The NVFP4 checkpoint is 0.116 GB on disk, 43.3 % of the BF16 checkpoint's 0.269 GB." in text
 
@@ -151,7 +176,7 @@ def test_every_number_has_a_unit_and_an_n(records: list[Record]) -> None:
     comparison = compare(records)
     table = summary(comparison, records)
     assert table.columns == ["", "BF16", "PTQ", "QAD", "n"]
-    unit = re.compile(r"^(—|−?[\d.,e+−]+ (%|nats|GB|bits|tokens/s|×)|[\d.,]+)$")
+    unit = re.compile(r"^(—|[−+]?[\d.,e+−]+ (%|nats|GB|bits|tokens/s|×|points)|[\d.,]+)$")
     for row in (row for group in table.groups for row in group.rows):
         *numbers, n = row.cells
         assert len(numbers) == 3
@@ -161,7 +186,7 @@ def test_every_number_has_a_unit_and_an_n(records: list[Record]) -> None:
             assert (
                 cell.text == "—"
                 or row.label == "Perplexity"
-                or cell.text.split()[-1] in ["%", "nats", "GB", "bits", "tokens/s", "×"]
+                or cell.text.split()[-1] in ["%", "nats", "GB", "bits", "tokens/s", "×", "points"]
             )
             if row.label in ("KL divergence", "↳ recovery", "Median recovery", "Worst benchmark") and cell.text != "—":
                 assert re.search(r"\d–\d|the teacher itself", cell.detail), row
@@ -202,7 +227,7 @@ def test_json_keeps_every_digit(run: Path, records: list[Record]) -> None:
 def test_markdown_tables_are_rectangular(run: Path, records: list[Record]) -> None:
     _, md, _ = rendered(run, records)
     tables = re.findall(r"(?:^\|.*\n)+", md, re.MULTILINE)
-    assert len(tables) == 10
+    assert len(tables) == 12
     for table in tables:
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1, table
@@ -239,7 +264,7 @@ def test_missing_records_are_shown_as_not_measured(run: Path, records: list[Reco
     kept = [r for r in records if (r.arm, r.kind) not in {("qad", "fidelity"), ("ptq", "memory"), ("qad", "accuracy")}]
     html, md, _ = rendered(run, kept)
     assert (
-        "| KL divergence (nats per token) | 0 nats (the teacher itself) | 0.386 nats (0.340–0.426) | not measured |"
+        "| KL divergence (nats per token) | 0 nats (the teacher itself) | 0.386 nats (0.337–0.430) | not measured |"
         in md
     )
     assert "| On disk (weight files) | 0.269 GB (0.251 GiB) | not measured | 0.116 GB" in md
@@ -374,6 +399,7 @@ def test_hostile_text_is_text(run: Path, records: list[Record]) -> None:
     plain = Page(rendered(run, records)[0])
     html, md, raw = rendered(run, [hostile(record) for record in records])
     page = Page(html)
+    assert raw["verdict"]["arm"] == HOSTILE or raw["verdict"]["arm"] == "ptq"
     assert set(page.tags) <= set(plain.tags)
     assert page.attributes <= plain.attributes
     assert len(page.ids) == len(set(page.ids))

@@ -1,0 +1,46 @@
+"""What a gate says: types only, which reports render. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One threshold. rule: what is asked, in words. value, low, high: what was found, None where it was not measured
+    or has no interval. why: in words."""
+
+    threshold: str
+    rule: str
+    outcome: str
+    value: float | None
+    low: float | None
+    high: float | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """outcome of `arm` by the policy: PASS, FAIL or INCONCLUSIVE. others: outcome of every other arm. paragraph: the
+    same in plain words, with the reason."""
+
+    outcome: str
+    policy: str
+    about: str
+    arm: str
+    checks: list[Check]
+    others: dict[str, str]
+    paragraph: str
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """Plain JSON types."""
+    return dataclasses.asdict(verdict)
