@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
     )
 
+    sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
+    _recipe(sub)
+
     sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
     _recipe(sub)
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
@@ -175,6 +178,14 @@ def _run(args: argparse.Namespace) -> int:
     from qad.pipeline import run
 
     run(load_recipe(args.recipe, args.overrides), args.out, _say)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from qad.config import load_recipe
+    from qad.plan import plan
+
+    plan(load_recipe(args.recipe, args.overrides), _say)
     return 0
 
 
