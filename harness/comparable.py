@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.intervals import Floats, Ints, cluster_index
-from harness.records import ARMS, AccuracyData, FidelityData, Record, ScoresData, TaskScore
+from harness.records import ARMS, AccuracyData, FidelityData, Record, ScoresData, TaskScore, arm_order
 from qad.errors import DataError
 
 BASELINE = ARMS[0]
@@ -17,7 +17,7 @@ TaskKey = tuple[str, str, str]  # task, filter, metric
 
 
 def by_kind(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """kind -> arm -> record, arms in the order bf16, ptq, qad, then by name.
+    """kind -> arm -> record, arms in the order bf16, ptq, qat, qad, then by name.
 
     Raises DataError where an arm has two records of one kind, or records of different weights.
     """
@@ -35,11 +35,6 @@ def by_kind(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
                 f"{record.kind} of {record.checkpoint[:12]}): measure that arm again"
             )
     return found
-
-
-def arm_order(arm: str) -> tuple[int, str]:
-    """Sort key: bf16, ptq, qad, then any other arm by its name."""
-    return (ARMS.index(arm) if arm in ARMS else len(ARMS), arm)
 
 
 def require_comparable(kind: str, arms: Mapping[str, Record]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from harness.comparison import BenchmarkRow, Comparison, Estimate, standing
 from harness.policy import AtLeast, AtMost, Policy, SpeedUp
-from harness.records import ARMS
+from harness.records import ARMS, arm_label
 from harness.verdict import FAIL, INCONCLUSIVE, PASS, Check, Verdict
 from qad.errors import DataError
 
@@ -189,10 +189,10 @@ def _paragraph(
 def _lead(comparison: Comparison, arm: str) -> str:
     median = comparison.median_recovery.get(arm)
     if median is None:
-        return f"{_name(arm)} has no recovery that was measured"
+        return f"{arm_label(arm)} has no recovery that was measured"
     label, worst = comparison.worst[arm]
     over = f", the worst of {median.n} benchmarks, {label}, {_with_interval(worst, _percent)}" if median.n > 1 else ""
-    return f"{_name(arm)} recovers {_with_interval(median, _percent)} of BF16's score{over}"
+    return f"{arm_label(arm)} recovers {_with_interval(median, _percent)} of BF16's score{over}"
 
 
 def _against_ptq(comparison: Comparison, ptq_outcome: str) -> str:
@@ -214,10 +214,6 @@ def _against_ptq(comparison: Comparison, ptq_outcome: str) -> str:
     else:
         worth = "within noise" if found == "within noise" else "inconclusive"
     return f"{text} Against PTQ the median moves by {points}: {worth}."
-
-
-def _name(arm: str) -> str:
-    return arm.upper() if arm in ARMS else arm
 
 
 def _with_interval(estimate: Estimate, form: Form, limit: float | None = None) -> str:

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION = 1
-ARMS = ("bf16", "ptq", "qad")
+ARMS = ("bf16", "ptq", "qad")  # what every run has
+NAMED_ARMS = ("bf16", "ptq", "qat", "qad")  # in the order of tables; other arms come behind, by name
+
+
+def arm_order(arm: str) -> tuple[int, str]:
+    """Sort key of an arm's name."""
+    return (NAMED_ARMS.index(arm) if arm in NAMED_ARMS else len(NAMED_ARMS), arm)
+
+
+def arm_label(arm: str) -> str:
+    """How a text calls an arm: its name, in capitals where it is one of the method's."""
+    return arm.upper() if arm in NAMED_ARMS else arm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 from harness.comparable import (
     BASELINE,
     TaskKey,
-    arm_order,
     by_kind,
     paired,
     require_comparable,
@@ -29,7 +28,7 @@ from harness.distance import compare_fidelity
 from harness.intervals import Floats, Interval, Ints, mean_interval, paired_ratio_interval
 from harness.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from harness.published import published_rows, sources
-from harness.records import MemoryData, Record, TaskScore
+from harness.records import MemoryData, Record, TaskScore, arm_order
 from harness.speed import compare_throughput, emulated, failure_shares
 
 

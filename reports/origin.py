@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from harness import records as record_files
-from harness.records import ARMS, Record
+from harness.records import Record, arm_order
 from reports.load import KINDS, Run
 from reports.numbers import clean
 from reports.outcome import arm_name
@@ -31,9 +31,8 @@ def ordered(records: list[Record]) -> list[Record]:
     """By arm, then by kind: the order of a report, whatever order the records were given in."""
 
     def place(record: Record) -> tuple[int, str, int, str]:
-        arm = ARMS.index(record.arm) if record.arm in ARMS else len(ARMS)
         kind = KINDS.index(record.kind) if record.kind in KINDS else len(KINDS)
-        return arm, record.arm, kind, record_hash(record)
+        return *arm_order(record.arm), kind, record_hash(record)
 
     return sorted(records, key=place)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.comparison import BenchmarkRow, Comparison, Estimate
-from harness.records import ARMS, MemoryData, Record
+from harness.records import ARMS, MemoryData, Record, arm_label, arm_order
 from harness.verdict import Verdict
 from reports.load import Step
 from reports.numbers import clean, gigabytes, people_list, percent, percent_interval, plural, significant
@@ -14,7 +14,7 @@ BASELINE, PTQ, QAD = ARMS
 
 
 def arm_name(arm: str) -> str:
-    return arm.upper() if arm in ARMS else clean(arm, 40)
+    return clean(arm_label(arm), 40)
 
 
 def reading(recovery: Estimate | None) -> str:
@@ -106,7 +106,7 @@ def emulated_arms(records: list[Record]) -> list[str]:
 
 
 def _emulated(records: list[Record]) -> list[Banner]:
-    arms = sorted(emulated_arms(records), key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm))
+    arms = sorted(emulated_arms(records), key=arm_order)
     if not arms:
         return []
     devices = sorted({clean(r.engine.device, 60) for r in records if r.engine.emulated})
