@@ -21,7 +21,7 @@ from qad.config import Train
 from qad.errors import DataError
 from qad.head import Head
 from qad.losses import LOSSES, TokenLoss, at_temperature, cross_entropy, forward_kl, top_k_forward_kl
-from qad.packing import Windows
+from qad.packing import NO_LABEL, Windows
 from qad.teacher_cache import TeacherCache
 
 _KEPT_BYTES = 1 << 31  # teacher hidden states of the validation windows are kept up to this size
@@ -48,6 +48,15 @@ class Inputs:
         return self.windows.labels_ST[self.index][self.windows.counted_ST[self.index]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """kl: mean forward KL from the teacher, nats per counted token. loss: what picks the best checkpoint, the KL for QAD
+    and the cross-entropy per next token for QAT, whose aim the KL is not."""
+
+    kl: float
+    loss: float
+
+
 class Objective:
     """Losses of micro-batches, summed over their counted tokens."""
 
@@ -63,6 +72,7 @@ class Objective:
         elif cache is not None:
             self.token_loss = top_k_forward_kl
         self.teaches = method != "qat"
+        self.name = "cross_entropy" if method == "qat" else config.loss
         self._kept: dict[int, Tensor] = {}
 
     @property
@@ -72,12 +82,12 @@ class Objective:
     def loss(self, windows: Windows, index: Tensor) -> Tensor:
         """Sum of the training loss over the counted tokens of windows[index], differentiable in the student."""
         inputs = Inputs(windows, index)
-        return self._evaluate(inputs, self._targets(inputs), self.token_loss)
+        return self._compare(self._student_hidden(inputs), inputs, self._targets(inputs), self.token_loss)
 
     @torch.no_grad()
-    def validation_kl(self, windows: Windows, batch: int = 4) -> float:
-        """Mean forward KL per counted token of a whole split, nats."""
-        total = 0.0
+    def validate(self, windows: Windows, batch: int = 4) -> Validation:
+        """Judge the student on a whole split."""
+        kl = cross_entropies = 0.0
         for index in torch.arange(len(windows)).split(batch):
             inputs = Inputs(windows, index)
             hidden = self._kept.get(int(index[0]))
@@ -87,14 +97,19 @@ class Objective:
                 if kept + hidden.numel() * hidden.element_size() <= _KEPT_BYTES:
                     self._kept[int(index[0])] = hidden.cpu()
             targets = TeacherLogits(hidden.to(self.device), self.teacher_head)
-            total += float(self._evaluate(inputs, targets, forward_kl))
-        return total / int(windows.counted_ST.sum())
+            student = self._student_hidden(inputs)
+            kl += float(self._compare(student, inputs, targets, forward_kl))
+            if not self.teaches:
+                cross_entropies += float(self._compare(student, inputs, NoTeacher(), cross_entropy))
+        kl /= int(windows.counted_ST.sum())
+        labelled = int((windows.labels_ST[windows.counted_ST] != NO_LABEL).sum())
+        return Validation(kl, kl if self.teaches else cross_entropies / max(1, labelled))
 
-    def _evaluate(self, inputs: Inputs, targets: Targets, loss: TokenLoss) -> Tensor:
-        hidden = self.student.base_model(**inputs.model_inputs(self.device)).last_hidden_state
-        return chunked_loss(
-            inputs.counted(hidden), self.student_head, targets, inputs.labels(), loss, self.config.chunk
-        )
+    def _student_hidden(self, inputs: Inputs) -> Tensor:
+        return inputs.counted(self.student.base_model(**inputs.model_inputs(self.device)).last_hidden_state)
+
+    def _compare(self, student_TH: Tensor, inputs: Inputs, targets: Targets, loss: TokenLoss) -> Tensor:
+        return chunked_loss(student_TH, self.student_head, targets, inputs.labels(), loss, self.config.chunk)
 
     def _targets(self, inputs: Inputs) -> Targets:
         if not self.teaches:

@@ -157,7 +157,7 @@ def _claim(job: Job, out: Path) -> None:
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
     elif out.exists():  # empty, or a run that was killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", METRICS}
+        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
     out.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from qad.compiled import compilation
 from qad.config import Train
-from qad.objective import Objective
+from qad.objective import Objective, Validation
 from qad.optim import learning_rate, make_optimizer, set_learning_rate
 from qad.packing import Windows
 from qad.saturation import UNCOUNTED
@@ -39,14 +39,20 @@ _STUCK = 0.01  # share of moved masters below which nothing is learned; weights 
 
 @dataclasses.dataclass
 class Progress:
-    """What a run knows about itself besides masters and moments. KLs in nats per token; `saturation` is that of the
-    kept checkpoint (see qad.saturation)."""
+    """What a run knows about itself besides masters and moments.
+
+    val_kl: nats per token at the PTQ start, of the kept checkpoint (`best_step`) and at the last validation. val_loss: the
+    same of what picks the best one: equal for QAD, cross-entropy for QAT. saturation: of the kept one (qad.saturation).
+    """
 
     step: int = 0
+    best_step: int = 0
     val_kl_start: float = math.inf
     val_kl_best: float = math.inf
-    best_step: int = 0
     val_kl_last: float = math.inf
+    val_loss_start: float = math.inf
+    val_loss_best: float = math.inf
+    val_loss_last: float = math.inf
     validations_since_best: int = 0
     steps_without_tokens: int = 0
     moved_masters: float | None = None
@@ -114,14 +120,13 @@ class Trainer:
         self.progress.step = step
         rate = self.config.tokens_per_step / (time.perf_counter() - started)
         last = step == self.config.steps
-        val_kl = self._validated() if step % self.config.validate_every == 0 or last else None
-        self._record({"step": step, "tokens": step * self.config.tokens_per_step, "kl": loss, "lr": lr,
-                      "tokens_per_s": round(rate, 1), "val_kl": val_kl,
-                      **(UNCOUNTED if val_kl is None else self.student.saturation.shares)})  # fmt: skip
+        found = self._validated() if step % self.config.validate_every == 0 or last else None
+        self._record(step, loss, lr, round(rate, 1), found)
         if step % self.config.save_every == 0 or last:
             save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
-        bar.set_postfix({**shown, "kl": "-" if loss is None else f"{loss:.4f}"}, refresh=False)
+        name = "kl" if self.objective.name == "forward_kl" else self.objective.name
+        bar.set_postfix({**shown, name: "-" if loss is None else f"{loss:.4f}"}, refresh=False)
         bar.update(self.config.tokens_per_step)
 
     def _backward(self, step: int) -> float | None:
@@ -144,29 +149,27 @@ class Trainer:
 
     # --- validation ---
 
-    def _validated(self, first: bool = False) -> float:
+    def _validated(self, first: bool = False) -> Validation:
         """Validate the student as deployed, and keep the masters where they are the best so far."""
         self.student.quantize_inputs(True)
         with self.student.saturation.counting():
-            val_kl = self.objective.validation_kl(self.validation_windows)
-        shares = self.student.saturation.shares
+            found = self.objective.validate(self.validation_windows)
         progress = self.progress
-        progress.val_kl_last = val_kl
+        progress.val_kl_last, progress.val_loss_last = found.kl, found.loss
         if first:
-            progress.val_kl_start = progress.val_kl_best = val_kl
-            progress.saturation = shares
+            progress.val_kl_start, progress.val_loss_start = found.kl, found.loss
             self.log.unlink(missing_ok=True)
-            self._record({"step": 0, "tokens": 0, "kl": None, "lr": self.config.lr, "tokens_per_s": None,
-                          "val_kl": val_kl, **shares})  # fmt: skip
-            return val_kl
-        self._watch_movement()
-        progress.validations_since_best += 1
-        if val_kl < progress.val_kl_best:
-            progress.val_kl_best, progress.best_step, progress.validations_since_best = val_kl, progress.step, 0
-            progress.saturation = shares
-            save_aside({name: master.detach() for name, master in self.student.masters.items()},
-                       self.folder / "best.safetensors")  # fmt: skip
-        return val_kl
+            self._record(0, None, self.config.lr, None, found)
+        else:
+            self._watch_movement()
+            progress.validations_since_best += 1
+        if first or found.loss < progress.val_loss_best:
+            progress.val_kl_best, progress.val_loss_best, progress.best_step = found.kl, found.loss, progress.step
+            progress.saturation, progress.validations_since_best = self.student.saturation.shares, 0
+            if not first:
+                save_aside({name: master.detach() for name, master in self.student.masters.items()},
+                           self.folder / "best.safetensors")  # fmt: skip
+        return found
 
     def _watch_movement(self) -> None:
         moved = self.student.moved()
@@ -183,17 +186,17 @@ class Trainer:
         return self.config.patience is not None and self.progress.validations_since_best >= self.config.patience
 
     def _warn_of_the_end(self) -> None:
-        progress = self.progress
-        if progress.val_kl_best >= progress.val_kl_start:
+        progress, judged = self.progress, "KL" if self.objective.teaches else "cross-entropy"
+        if progress.best_step == 0:
             warnings.warn(
-                f"validation KL never fell below its PTQ start ({progress.val_kl_start:.4f}): the PTQ weights are "
+                f"validation {judged} never fell below its PTQ start ({progress.val_loss_start:.4f}): the PTQ weights are "
                 "kept. Try another learning rate or more tokens",
                 stacklevel=3,
             )
-        elif progress.val_kl_last > progress.val_kl_start:
+        elif progress.val_loss_last > progress.val_loss_start:
             warnings.warn(
-                f"validation KL ended at {progress.val_kl_last:.4f}, above its PTQ start "
-                f"{progress.val_kl_start:.4f}; kept is step {progress.best_step}. The learning rate is too high",
+                f"validation {judged} ended at {progress.val_loss_last:.4f}, above its PTQ start "
+                f"{progress.val_loss_start:.4f}; kept is step {progress.best_step}. The learning rate is too high",
                 stacklevel=3,
             )
         if progress.moved_deployed == 0.0:
@@ -204,7 +207,14 @@ class Trainer:
 
     # --- state ---
 
-    def _record(self, row: dict[str, Any]) -> None:
+    def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
+        """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""
+        name = self.objective.name
+        row = {"step": step, "tokens": step * self.config.tokens_per_step, "kl": None, "lr": lr, "tokens_per_s": rate,
+               "val_kl": found and found.kl, **(self.student.saturation.shares if found else UNCOUNTED),
+               "kl" if name == "forward_kl" else name: loss}  # fmt: skip
+        if not self.objective.teaches:
+            row["val_cross_entropy"] = found and found.loss
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

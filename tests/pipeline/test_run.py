@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,23 @@ def test_the_trained_checkpoint_differs_from_ptq_in_weights_and_not_in_calibrati
     scales = [n for n in ptq if n.endswith("input_scale")]
     assert all(ptq[n].item() == qad[n].item() for n in scales)
     assert any(not ptq[n].equal(qad[n]) for n in ptq if n.endswith(".weight"))
+
+
+def test_qat_joins_a_finished_run_as_an_arm_of_its_own(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    """BF16, PTQ, QAT and QAD in one report; what was there is reused."""
+    recipe, run = finished
+    out = tmp_path / "out"
+    shutil.copytree(run, out)
+    made = (out / "arms" / "qad" / "qad_manifest.json").read_bytes()
+    assert main(["run", str(recipe), "--out", str(out), "--set", "train.method=[qat, qad]"]) == 0
+    assert (out / "arms" / "qad" / "qad_manifest.json").read_bytes() == made
+    assert main(["check", str(out / "export" / "qat"), "--source", str(out / "arms" / "qat"), "--strict"]) == 0
+    assert {p.name for p in (out / "measure" / "qat").iterdir()} == {
+        p.name for p in (out / "measure" / "qad").iterdir()
+    }
+    assert "| PTQ | QAT | QAD |" in (out / "report" / "report.md").read_text()
+    rows = [json.loads(line) for line in (out / "metrics-qat.jsonl").read_text().splitlines()]
+    assert rows[-1]["val_cross_entropy"] < rows[0]["val_cross_entropy"]
 
 
 def test_a_second_run_does_nothing_again(finished: tuple[Path, Path]) -> None:

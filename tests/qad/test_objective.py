@@ -177,19 +177,24 @@ def test_activation_checkpointing_gives_the_same_bits_without_dropout(source: Ch
 
 def test_validation_is_forward_kl_whatever_is_trained(student: Student, source: Checkpoint) -> None:
     w = windows(6)
-    values = {make_objective(student, source, "qat").validation_kl(w)}
+    values = {make_objective(student, source, "qat").validate(w).kl}
+    qat = make_objective(student, source, "qat").validate(w)
+    with torch.no_grad():
+        logits = student.model(w.input_ids_ST, position_ids=w.position_ids_ST, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), w.labels_ST.flatten()).item()
+    assert qat.loss == pytest.approx(expected, rel=1e-5)
     for loss in ("forward_kl", "mse", "reverse_kl", "jsd"):
-        values.add(make_objective(student, source, loss=loss).validation_kl(w))
+        values.add(make_objective(student, source, loss=loss).validate(w).kl)
     assert len(values) == 1
     objective = make_objective(student, source)
-    first = objective.validation_kl(w)
+    first = objective.validate(w).kl
     calls: list[Any] = []
     objective._teacher_hidden = lambda inputs: calls.append(inputs)  # type: ignore[assignment]
-    assert objective.validation_kl(w) == first
+    assert objective.validate(w).kl == first
     assert not calls
 
 
 def test_c6_validation_of_the_teacher_itself_is_zero(source: Checkpoint) -> None:
     model = load_model(source, "bfloat16", "cpu")
     objective = Objective(model, model, config(), "qad", model.config.vocab_size)
-    assert objective.validation_kl(windows()) == 0.0
+    assert objective.validate(windows()).kl == 0.0
