@@ -88,6 +88,16 @@ def test_c3_accumulation_changes_neither_loss_nor_gradient(student: Student, sou
     assert abs(sum(means) / 4 - whole[0]) > 1e-3 * whole[0]
 
 
+def test_c3_two_ranks_sum_to_the_whole(student: Student, source: Checkpoint) -> None:
+    """Each rank takes its part of the step's windows and divides by the count of all ranks; gradients are summed."""
+    supervised = torch.rand(4, 32, generator=torch.Generator().manual_seed(1)) < 0.4
+    objective, w = make_objective(student, source), windows(supervised=supervised)
+    whole = gradients(student, objective, w, 4)
+    for rank in range(2):
+        (objective.loss(w, w.indices(1, 4, 0, rank, ranks=2)) / w.counted).backward()
+    assert_same(whole, (whole[0], {name: master.grad for name, master in student.masters.items()}))
+
+
 @pytest.mark.parametrize(("left", "right"), [(64, 0), (0, 64), (64, 64)])
 @pytest.mark.parametrize("method", ["qad", "qat"])
 def test_c2_padding_changes_neither_loss_nor_gradient(
@@ -100,16 +110,18 @@ def test_c2_padding_changes_neither_loss_nor_gradient(
 
 def test_c9_a_micro_batch_without_a_supervised_token_contributes_nothing(student: Student, source: Checkpoint) -> None:
     """C9: one fully masked window among good ones."""
-    supervised = torch.ones(4, 32, dtype=torch.bool)
-    supervised[2] = False
-    objective, w = make_objective(student, source), windows(supervised=supervised)
+    whole = windows()
+    counted = whole.counted_ST.clone()
+    counted[2] = False
+    objective, w = make_objective(student, source), dataclasses.replace(whole, counted_ST=counted)
     loss = objective.loss(w, torch.tensor([2]))
     assert loss.item() == 0.0
     loss.backward()
     assert all(torch.equal(m.grad, torch.zeros_like(m)) for m in student.masters.values())
     for master in student.masters.values():
         master.grad = None
-    without = w.rows(torch.tensor([0, 1, 3]))
+    kept = [0, 1, 3]
+    without = Windows.of(w.input_ids_ST[kept], w.position_ids_ST[kept])
     assert_same(gradients(student, objective, w, 1), gradients(student, objective, without, 1))
 
 

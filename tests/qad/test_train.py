@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from qad.compiled import compilation
 from qad.config import Method, Recipe
 from qad.errors import ArtifactError
 from qad.optim import learning_rate
-from qad.stages import prepare, ptq_arm, trained_arm
+from qad.packing import Windows
+from qad.stages import Job, prepare, ptq_arm, trained_arm
 from qad.train import Trainer
 
 SHARES = ("saturated_weight_share", "saturated_input_share")
@@ -204,6 +206,29 @@ def test_a_larger_teacher_with_a_padded_vocabulary(
     assert job.shared_ids == max(job.tokenizer.get_vocab().values()) + 1 <= 512
     training = train(recipe(tiny_llama_dir, text_file, teacher=str(teacher), lr=1e-3), tmp_path).facts["training"]
     assert training["val_kl_best"] < training["val_kl_start"]
+
+
+def test_c9_a_step_without_a_supervised_token_changes_nothing_and_is_counted(
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C9: the second of three steps is fully masked."""
+    whole = Job.train_windows
+
+    def masked(job: Job) -> Windows:
+        windows = whole(job)
+        counted = windows.counted_ST.clone()
+        counted[4:8] = False
+        return dataclasses.replace(windows, counted_ST=counted)
+
+    monkeypatch.setattr(Job, "train_windows", masked)
+    with pytest.warns(UserWarning, match="step 2 has no supervised token and changes nothing"):
+        arm = train(recipe(tiny_llama_dir, text_file, tokens=3 * 128, validate_every=1), tmp_path)
+    assert arm.facts["training"]["steps_without_tokens"] == 1
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert metrics[2]["kl"] is None
+    assert metrics[2]["val_kl"] == metrics[1]["val_kl"] != metrics[3]["val_kl"]
+    masters = load_file(arm.folder / "weights.safetensors")
+    assert all(torch.isfinite(m).all() for m in masters.values())
 
 
 def test_patience_stops_and_keeps_the_best(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
