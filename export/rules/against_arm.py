@@ -28,7 +28,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
-    modules = [module for module in folder.packed if module not in lost]
+    modules = [module for module in folder.packed if f"{module}.weight" in known]
     other: list[str] = []
     for group in scale_groups(modules):
         yield from _group(folder, arm, group, other)
