@@ -49,7 +49,8 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
     same = whole = 0
     assert arm.selection is not None
     for group in arm.selection.groups:
-        expected = quantize_group({module: arm.weight(f"{module}.weight") for module in group})
+        weights = {module: arm.weight(f"{module}.weight") for module in group}
+        expected = quantize_group(weights, arm.frozen_scales(group))
         for module, own in expected.items():
             wanted = layout.tensors(module, own, None)
             found = {name: folder.get(name) for name in wanted if name in folder.tensors}
