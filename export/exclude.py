@@ -14,6 +14,7 @@ from fnmatch import fnmatch, fnmatchcase
 
 from qad.fusion import siblings_of
 
+_WILD = re.compile(r"[*?[]")  # full names need no glob; a large model has millions of pairs
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 _FUSED_LEAF = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13", "q_a_proj": "fused_qkv_a_proj"}
 
@@ -67,6 +68,13 @@ def compressed_tensors_quantizes(module: str, targets: Sequence[str], ignore: Se
     return any(matches(target) for target in targets) and not any(matches(pattern) for pattern in ignore)
 
 
+def matches_any(pattern: str, modules: Collection[str]) -> bool:
+    """True where any reader of any layout would take the pattern to mean one of the modules."""
+    if pattern in modules or pattern == "Linear":
+        return True
+    return any(pattern in name or fnmatch(name, pattern) or _equal_or_regex(name, pattern) for name in modules)
+
+
 def _equal_or_regex(name: str, pattern: str) -> bool:
     if not pattern.startswith("re:"):
         return pattern == name
@@ -82,7 +90,7 @@ def _fused_members(module: str, modules: Collection[str] | None) -> list[str]:
 
 def _vllm_matches(name: str, patterns: Sequence[str]) -> bool:
     """A substring, also without a leading `language_model.`, or a glob."""
-    return any(pattern in name or fnmatch(name, pattern) for pattern in patterns)
+    return any(pattern in name or (_WILD.search(pattern) and fnmatch(name, pattern)) for pattern in patterns)
 
 
 def trtllm_excludes(module: str, patterns: Sequence[str]) -> bool:
@@ -97,6 +105,9 @@ def _trtllm_matches(name: str, patterns: Sequence[str]) -> bool:
     for pattern in patterns:
         if pattern.startswith("re:"):
             if any(_full_match(pattern[3:], candidate) for candidate in candidates):
+                return True
+        elif not _WILD.search(pattern):
+            if pattern in candidates:
                 return True
         elif any(fnmatchcase(candidate, pattern) for candidate in candidates):
             return True

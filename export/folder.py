@@ -139,6 +139,16 @@ class Folder:
         tensor: Tensor = self._handles[file].get_tensor(name)
         return tensor
 
+    def scalar(self, name: str) -> Tensor:
+        """A tensor of one element; kept, as several rules read it and a large model has a hundred thousand."""
+        if name not in self._scalars:
+            self._scalars[name] = self.get(name)
+        return self._scalars[name]
+
+    @functools.cached_property
+    def _scalars(self) -> dict[str, Tensor]:
+        return {}
+
     @functools.cached_property
     def _handles(self) -> dict[str, Any]:
         return {}
@@ -153,14 +163,24 @@ class Folder:
         return QuantizedTensor(codes, block_scale, self.layout.decode_scale(global_scale))
 
     @functools.cached_property
-    def packed(self) -> tuple[str, ...]:
-        """Modules with anything quantized about them: U8 codes, or any scale, by the names of either layout."""
+    def leaves(self) -> dict[str, list[str]]:
+        """Module -> last parts of its tensors' names."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            module, _, leaf = name.rpartition(".")
+            found.setdefault(module, []).append(leaf)
+        return found
+
+    @functools.cached_property
+    def packed(self) -> dict[str, None]:
+        """Modules with anything quantized about them, in the files' order: U8 codes, or any scale, by the names of either
+        layout."""
         modules: dict[str, None] = {}
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
             if (leaf == "weight" and entry.dtype == "U8") or leaf == "weight_packed" or leaf in SCALES:
                 modules[module] = None
-        return tuple(modules)
+        return modules
 
     @functools.cached_property
     def skeleton(self) -> Skeleton | None:

@@ -28,7 +28,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
-    modules = [module for module in folder.packed if module not in lost]
+    modules = [module for module in folder.packed if f"{module}.weight" in known]
     other: list[str] = []
     for group in scale_groups(modules):
         yield from _group(folder, arm, group, other)
@@ -49,7 +49,8 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
     same = whole = 0
     assert arm.selection is not None
     for group in arm.selection.groups:
-        expected = quantize_group({module: arm.weight(f"{module}.weight") for module in group})
+        weights = {module: arm.weight(f"{module}.weight") for module in group}
+        expected = quantize_group(weights, arm.frozen_scales(group))
         for module, own in expected.items():
             wanted = layout.tensors(module, own, None)
             found = {name: folder.get(name) for name in wanted if name in folder.tensors}

@@ -9,11 +9,12 @@ import torch
 
 from export.exclude import (
     compressed_tensors_quantizes,
+    matches_any,
     trtllm_excludes,
     vllm_compressed_tensors_quantizes,
     vllm_excludes,
 )
-from export.findings import Finding, error
+from export.findings import Finding, error, warning
 from export.folder import Folder
 from export.layout import COMPRESSED_TENSORS, SCALES
 
@@ -23,10 +24,13 @@ _AGAIN = "export the arm again"
 def e7_exclusion(folder: Folder) -> Iterator[Finding]:
     """Every unquantized Linear is excluded under the rules of every engine that reads the layout, every packed one under
     none."""
+    known = _known_modules(folder)
     for pattern in folder.excluded:
         if pattern != pattern.strip(".") or not pattern:
             yield error("E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
                         "use the full module name")  # fmt: skip
+        elif not matches_any(pattern, known):
+            yield warning("E7", pattern, "is excluded, but no module has a name like that: a misspelling?", "remove it")
     everything = {*folder.packed, *folder.linears}
     for module, packed in [*((m, True) for m in folder.packed), *((m, False) for m in folder.linears)]:
         for engine, excludes in _readers(folder, everything):
@@ -43,6 +47,13 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
             elif not packed and not excluded:
                 yield error("E7", module, "has a BF16 weight but is not excluded: the engine would wait for its scales",
                             f"add {module} to the exclude lists", engine)  # fmt: skip
+
+
+def _known_modules(folder: Folder) -> set[str]:
+    """Every module with tensors, what the architecture builds beside them, and their ancestors."""
+    built = folder.skeleton.linears if folder.skeleton else ()
+    parts = [module.split(".") for module in (*folder.leaves, *built, "lm_head")]
+    return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
 
 
 def _readers(folder: Folder, everything: set[str]) -> list[tuple[str, Callable[[str], bool]]]:

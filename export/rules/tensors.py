@@ -70,7 +70,7 @@ def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[
     if entry.dtype != "F32" or math.prod(entry.shape) != 1 or len(entry.shape) > 1:
         yield error("E3", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         return
-    stored = folder.get(f"{module}.{leaf}")
+    stored = folder.scalar(f"{module}.{leaf}")
     value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored))
     tiny = torch.finfo(torch.float32).tiny
     if not (math.isfinite(value) and value >= tiny and math.isfinite(scale) and scale >= tiny):
@@ -88,9 +88,8 @@ def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[
 
 def _unknown(folder: Folder, module: str) -> Iterator[Finding]:
     known = {*folder.layout.leaves, "bias", "k_scale", "v_scale"}
-    for name in folder.tensors:
-        parent, _, leaf = name.rpartition(".")
-        if parent == module and leaf not in known:
+    for leaf in folder.leaves.get(module, ()):
+        if leaf not in known:
             other = next((layout.name for layout in LAYOUTS.values() if leaf in layout.leaves), None)
             why = f"belongs to the {other} layout" if other else "is an internal buffer that leaked"
             yield error("E3", module, f"has an unknown tensor {leaf}, which {why}", "remove it, or " + _AGAIN)
@@ -183,13 +182,12 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
                     _AGAIN,
                 )
             continue
+        if len(group) < 2:
+            continue
         for leaf in folder.layout.scales[1:]:
-            bits = {
-                name: folder.get(f"{name}.{leaf}").reshape(-1).view(torch.uint8).tolist()
-                for name in group
-                if folder.entry(f"{name}.{leaf}")
-            }
-            if len({tuple(value) for value in bits.values()}) > 1:
+            stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
+            bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
+            if len(set(bits.values())) > 1:
                 yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
                             "largest and serves the others wrong", _AGAIN)  # fmt: skip
     yield from _w2(folder)

@@ -284,6 +284,11 @@ def test_an_unknown_architecture_is_judged_by_its_files(exported: Path) -> None:
     assert [(f.rule, f.module) for f in check(exported) if f.severity == "error"] == [("E11", UP)]
 
 
+def test_an_exclusion_that_means_nothing_is_a_warning(exported: Path) -> None:
+    both(["lm_head", "model.embed_tokens", "lm_heda"])(exported)
+    assert [(f.rule, f.severity, f.module) for f in check(exported)] == [("E7", "warning", "lm_heda")]
+
+
 def test_tensors_without_a_place_are_a_warning(exported: Path) -> None:
     tensors(lambda t: t.update({"teacher.model.norm.weight": torch.ones(3)}))(exported)
     found = check(exported)

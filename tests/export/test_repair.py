@@ -20,7 +20,8 @@ from export.check import check
 from export.layout import LAYOUTS
 from export.repair import repair
 from export.writer import export_arm
-from qad.arm import open_arm, write_arm
+from qad import nvfp4
+from qad.arm import open_arm, quantize_group, write_arm
 from qad.artifact import run_stage
 from qad.cli import main
 from qad.errors import BrokenCheckpointError, UsageError
@@ -198,3 +199,26 @@ def test_the_command_repairs_and_says_what_it_did(
     lost = str(damaged(original, TENSOR_KINDS["global scale lost"], tmp_path / "lost"))
     assert main(["check", lost, "--fix", str(tmp_path / "out2")]) == 1
     assert main(["check", lost, "--fix", lost]) == 2
+
+
+def test_an_arm_with_frozen_scales_is_known_by_them(valid: Valid, tmp_path: Path) -> None:
+    opened = open_arm(valid["modelopt"][1])
+    selection = opened.selection
+    assert selection is not None
+    frozen: dict[str, nvfp4.FrozenScales] = {}
+    for group in selection.groups:
+        for name, q in quantize_group({m: opened.weight(f"{m}.weight") for m in group}).items():
+            stored_bytes = q.block_scale.view(torch.uint8)
+            larger = (stored_bytes + (stored_bytes < 0x7E)).view(torch.float8_e4m3fn)
+            frozen[name] = nvfp4.FrozenScales(larger, q.global_scale)
+    arm = tmp_path / "arm"
+    parts = ("ptq", opened.source, selection, dict(opened.input_scales))
+    run_stage("arm", arm, {}, {}, lambda f: write_arm(f, *parts, scales="mse", frozen=frozen))
+    for layout in LAYOUTS:
+        export_arm(arm, tmp_path / layout, layout=layout)
+        assert [f for f in check(tmp_path / layout, source=arm) if f.rule == "W3"] == []
+        folder = damaged(
+            Checkpoint(tmp_path / layout), TENSOR_KINDS["global scale lost"], tmp_path / f"{layout} damaged"
+        )
+        assert "13 of 13" in repair(folder, tmp_path / f"{layout} out", source=arm)[0]
+        assert stored(tmp_path / f"{layout} out") == stored(tmp_path / layout)
