@@ -52,7 +52,8 @@ METHOD = [
         "Tests",
         "No difference: exact McNemar over items, or the exact sign-flip test over clusters where a cluster holds several; "
         "p-values are adjusted by Holm over the benchmarks in the median. Non-inferior: the lower one-sided 95 % limit of the "
-        "recovery (97.5 % where a cluster holds several answers) lies above 1 − margin. Items needed: for 80 % power where there is no true difference.",
+        "recovery (97.5 % where a cluster holds several answers) lies above 1 − margin. Items needed: for 80 % power where "
+        "there is no true difference.",
     ),
     (
         "Verdict",
