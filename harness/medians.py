@@ -7,7 +7,9 @@ their recoveries, are cut into runs of equal true value, with every cutting and 
 explains the recoveries (a product partition model: Barry and Hartigan, Annals of Statistics 20, 1992, 260-279). The
 interval holds the middle 95 % of the medians of true values drawn from it.
 
-Coverage in simulation (tests/bench/coverage.py): see `median_interval`.
+Coverage in simulation (tests/bench/coverage.py, 80 suites each), 11 benchmarks: of equal errors, alike 1.00, scattered
+.95-.99, in groups two to ten errors apart .94-.96; of errors that differ tenfold .99, .88-.98 and .85-.96. The
+difference of two medians, of arms whose errors correlate by half, covers .95-1.00: too wide rather than too narrow.
 """
 
 from __future__ import annotations

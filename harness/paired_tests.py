@@ -5,7 +5,7 @@ null hypothesis each cluster's total difference is as likely to have the other s
 stays exact where the scores are whole numbers; for other scores 9,999 random flips stand for all of them.
 
 Small enough: an arm is non-inferior where the lower one-sided 95 % limit of its recovery lies above 1 - margin,
-inferior where the upper one lies below it, else undecided.
+inferior where the upper one lies below it, else undecided. In clusters of several answers the limits are 97.5 % ones.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def items_needed(top: Floats, bottom: Floats, cluster: Ints, margin: float) -> i
 
 
 def items_to_decide(variance: float, loss: float, level: float = NON_INFERIORITY_LEVEL) -> int:
-    """Items for a one-sided limit of this level (5 % error) and 80 % power to exclude a loss of `loss` per item where there
-    is none; `variance` is that of one item's paired difference (the share of differing items, for 0/1 scores)."""
+    """Items at which a limit of this level excludes a loss of `loss` per item with 80 % power where there is none.
+
+    variance: of one item's paired difference; the share of differing items, for 0/1 scores.
+    """
     quantiles = float(ndtri(level) + ndtri(POWER))
     return math.ceil(quantiles**2 * variance / loss**2)
