@@ -81,7 +81,10 @@ def make_optimizer(config: Train, masters: Mapping[str, Tensor]) -> torch.optim.
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):  # torchao compiles its step around it
+            group["lr"].fill_(lr * group["lr_scale"])
+        else:
+            group["lr"] = lr * group["lr_scale"]
 
 
 def _matching(pattern: str, names: list[str], key: str) -> set[str]:
