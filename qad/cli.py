@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import warnings
@@ -162,6 +163,8 @@ def _quiet_third_parties() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "torch.utils._pytree"):  # where torchao is installed: GPU kernels that a CPU cannot load
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if filename.startswith(str(Path(__file__).parent)) or category is UserWarning:

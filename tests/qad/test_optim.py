@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qad.config import Train
 from qad.errors import UsageError
 from qad.optim import check_patterns, make_optimizer, parameter_groups, set_learning_rate, trainable_names
+from qad.state import load_state, save_state
 
 NAMES = ["model.embed.weight", "model.0.mlp.up_proj.weight", "model.0.mlp.down_proj.weight", "model.norm.weight"]
 LINEARS = ["model.0.mlp.up_proj", "model.0.mlp.down_proj"]
@@ -61,6 +64,37 @@ def test_the_plain_case_is_one_group() -> None:
     (group,) = parameter_groups(config(), masters())
     assert len(group["params"]) == 4
     assert group["lr_scale"] == 1.0
+
+
+def test_moments_in_8_bits_step_like_adamw_and_are_saved_by_their_parts(tmp_path: Path) -> None:
+    """One parameter, so that torchao compiles one step. Resumed, the next step has the same bits."""
+    weight, settings = torch.linspace(-1, 1, 4096).view(64, 64), config(lr=1e-3, optimizer="adamw8bit")
+    exact, eight = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    optimizers = [make_optimizer(config(lr=1e-3), {"w": exact}), make_optimizer(settings, {"w": eight})]
+
+    def step(weight: torch.Tensor, optimizer: torch.optim.Optimizer, number: int) -> None:
+        set_learning_rate(optimizer, 1e-3 / number)
+        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+
+    for number in (1, 2):
+        for master, optimizer in zip((exact, eight), optimizers, strict=True):
+            step(master, optimizer, number)
+    moved = exact.detach() - weight
+    assert (eight.detach() - weight - moved).norm() < 0.1 * moved.norm()
+
+    save_state(tmp_path, 2, {"w": eight}, optimizers[1], {"step": 2})
+    stored = load_file(tmp_path / "state-00000002" / "tensors.safetensors")
+    assert stored["exp_avg:codes.w"].dtype == torch.uint8
+    resumed = weight.clone().requires_grad_()
+    again = make_optimizer(settings, {"w": resumed})
+    found = load_state(tmp_path, {"w": resumed}, again)
+    assert found is not None
+    with torch.no_grad():
+        resumed.copy_(found[1]["w"])
+    step(eight, optimizers[1], 3)
+    step(resumed, again, 3)
+    assert torch.equal(resumed.view(torch.int32), eight.view(torch.int32))
 
 
 def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
