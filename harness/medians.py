@@ -14,6 +14,7 @@ difference of two medians, of arms whose errors correlate by half, covers .95-1.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -73,16 +74,23 @@ def median_difference_interval(
     """Interval of median(top) - median(bottom), two arms on the same K benchmarks, deviations drawn together.
 
     The two medians are drawn independently; then the spread of their difference is reduced by what the deviations,
-    which share items and baseline, say about how the two medians move together.
+    which share items and baseline, say about how the two medians move together. The interval also holds what a rerun
+    of both arms would move the difference by: precise benchmarks shall not speak for the others.
     """
     a, b = np.array(top), np.array(bottom)
     up, down = np.stack(top_deviations), np.stack(bottom_deviations)
     apart = np.roll(down, RESAMPLES // 2, axis=1)  # the same draws, no longer together
-    together, alone = (float(np.std(_median(a, up) - _median(b, d))) for d in (down, apart))
+    moved = _median(a, up) - _median(b, down)
+    together, alone = float(np.std(moved)), float(np.std(_median(a, up) - _median(b, apart)))
     drawn = _medians(a, up, 0) - _medians(b, down, 1)
     middle = float(drawn.mean())
     drawn = middle + (drawn - middle) * (min(1.0, together / alone) if alone > 0 else 1.0)
-    return _interval(float(np.median(a) - np.median(b)), drawn, clusters, len(a))
+    value = float(np.median(a) - np.median(b))
+    found = _interval(value, drawn, clusters, len(a))
+    low, high = np.quantile(moved - moved.mean(), [1 - LEVEL, LEVEL])
+    assert found.low is not None
+    assert found.high is not None
+    return dataclasses.replace(found, low=min(found.low, value - float(high)), high=max(found.high, value - float(low)))
 
 
 def _interval(value: float, drawn: Floats, clusters: int, benchmarks: int) -> Interval:
