@@ -95,13 +95,20 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
 
     return FidelityRow(
         kl=per_token(sums.kl, log=_positive(sums.kl, cluster)),
-        top1=per_token(sums.agree, log=False),
+        top1=_share(per_token(sums.agree, log=False)),
         perplexity=_exp(per_token(sums.nll, log=False)),
         perplexity_ratio=_exp(per_token(sums.nll - sums.nll_teacher, log=False)),
         token_kl=dict(data.token_kl),
         sequences=n,
         tokens=int(sums.tokens.sum()),
     )
+
+
+def _share(estimate: Estimate) -> Estimate:
+    """A share lies in [0, 1]; cutting an interval there loses nothing of its coverage."""
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    return dataclasses.replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 
 def _kl_ratio(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estimate | None:

@@ -391,6 +391,17 @@ def test_fidelity_rows() -> None:
     assert found["bf16"].perplexity_ratio.value == 1.0
 
 
+def test_a_share_of_tokens_stays_a_share_however_wide_its_interval() -> None:
+    record = fidelity("ptq", 0.4, 3.3, n=3)
+    assert isinstance(record.data, FidelityData)
+    agreed = [0, record.data.sequences[1].tokens, 0]  # one sequence all right, two all wrong
+    sequences = [dataclasses.replace(s, top1_agree=n) for s, n in zip(record.data.sequences, agreed, strict=True)]
+    changed = dataclasses.replace(record, data=dataclasses.replace(record.data, sequences=sequences))
+    found = compare([fidelity("bf16", 0.0, 3.0, n=3), changed]).fidelity["ptq"].top1
+    assert found.low == 0.0
+    assert found.high == 1.0
+
+
 def test_the_ratio_is_paired() -> None:
     """Perplexity varies between sequences far more than the ratio of two models on the same sequences."""
     row = compare(three()).fidelity["ptq"]
