@@ -68,7 +68,11 @@ def test_other_weights_under_the_same_path_are_measured_again(tmp_path: Path, mo
     from qad.measuring import Measuring, write_record
 
     measuring = Measuring(
-        SimpleNamespace(recipe=SimpleNamespace(measure=SimpleNamespace(accuracy=None))), tmp_path, print
+        SimpleNamespace(
+            recipe=SimpleNamespace(measure=SimpleNamespace(accuracy=None), train=SimpleNamespace(methods=["qad"]))
+        ),
+        tmp_path,
+        print,
     )  # type: ignore[arg-type]
     digest = "first export"
     monkeypatch.setattr(measuring, "_identity", lambda _arm: digest)

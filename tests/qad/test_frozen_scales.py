@@ -160,7 +160,7 @@ def test_the_checker_tells_frozen_from_recomputed_scales(trained: Path, tmp_path
         f"{DOWN}.weight_scale_2": q.global_scale,
     }
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
-    assert [(f.rule, f.severity, f.module) for f in check(out, source=arm.folder)] == [("W3", "warning", DOWN)]
+    assert [(f.rule, f.severity, f.module) for f in check(out, source=arm.folder)] == [("W3", "error", DOWN)]
 
 
 # --- resume ---
