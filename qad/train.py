@@ -97,6 +97,7 @@ class Trainer:
             with bar:
                 while self.progress.step < self.config.steps and not self._out_of_patience():
                     self._advance(bar)
+            self._watch_movement()
         self._warn_of_the_end()
         best = self.folder / "best.safetensors"
         return load_file(best) if best.is_file() else None
@@ -161,8 +162,9 @@ class Trainer:
             self.log.unlink(missing_ok=True)
             self._record(0, None, self.config.lr, None, found)
         else:
-            self._watch_movement()
             progress.validations_since_best += 1
+            if progress.moved_masters is None:
+                self._watch_movement()
         if first or found.loss < progress.val_loss_best:
             progress.val_kl_best, progress.val_loss_best, progress.best_step = found.kl, found.loss, progress.step
             progress.saturation, progress.validations_since_best = self.student.saturation.shares, 0
@@ -172,6 +174,7 @@ class Trainer:
         return found
 
     def _watch_movement(self) -> None:
+        """At the first validation, when there is time to stop, and at the end: it costs a pass over all weights."""
         moved = self.student.moved()
         first = self.progress.moved_masters is None
         self.progress.moved_masters, self.progress.moved_deployed = moved["masters"], moved["deployed"]
