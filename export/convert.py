@@ -25,6 +25,7 @@ from export.scheme import Scheme
 from export.writer import KIND, require_apart, require_room
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.kv_cache import CAST
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
@@ -43,6 +44,8 @@ def convert(folder: Path, layout: str, out: Path, progress: Callable[[int], obje
     require_apart(out, {"checkpoint": folder})
     scheme = require_convertible(opened, target)
     config = {"layout": layout, "converted_from": opened.layout.name}
+    if opened.casts_kv_cache:
+        config["kv_cache"] = CAST
 
     def work(partial: Path) -> None:
         require_room(partial, sum(entry.bytes for _, entry in opened.tensors.values()))

@@ -18,7 +18,9 @@ from export.config_files import INDEX, NESTED
 from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
 from export.safetensors_writer import Entry
 from export.skeleton import Skeleton, build_skeleton
+from qad.artifact import MANIFEST
 from qad.errors import UsageError
+from qad.kv_cache import CAST
 from qad.nvfp4 import QuantizedTensor
 from qad.selection import never_quantized
 
@@ -126,6 +128,11 @@ class Folder:
         if not algorithm or isinstance(algorithm, str):
             return algorithm or None
         return {8: "FP8", 4: "NVFP4"}.get(mapping(algorithm).get("num_bits", 0), str(algorithm))
+
+    @property
+    def casts_kv_cache(self) -> bool:
+        """Its manifest says that the KV cache was meant to have no scales."""
+        return mapping((read_json(self.path / MANIFEST) or {}).get("config")).get("kv_cache") == CAST
 
     @property
     def tied(self) -> bool:

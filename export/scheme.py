@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from qad.kv_cache import OFF
 from qad.selection import Selection
 
 
@@ -20,12 +21,12 @@ class Scheme:
         return self.algorithm == "NVFP4"
 
 
-def scheme_of(selection: Selection, stored: set[str]) -> Scheme:
-    """The scheme of an arm's export. stored: names of the tensors it holds.
+def scheme_of(selection: Selection, stored: set[str], kv_cache: str = OFF) -> Scheme:
+    """The scheme of an arm's export. stored: names of the tensors it holds. kv_cache: the policy; any but off is FP8.
 
     Excluded are the Linears, routers and embeddings that stay BF16, by full name: no wildcard an engine could misread. A
     tied head has no tensor of its own and is listed all the same, as engines build the module.
     """
     listed = {name for name in selection.excluded if f"{name}.weight" in stored}
     heads = {name for name, reason in selection.excluded.items() if reason == "output head"}
-    return Scheme(selection.format, tuple(sorted(listed | heads)))
+    return Scheme(selection.format, tuple(sorted(listed | heads)), None if kv_cache == OFF else "FP8")

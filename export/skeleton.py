@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qad.experts import split_experts
+
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """linears: nn.Linear modules, name -> (N, K). embeddings: nn.Embedding modules. parameters: name -> shape. buffers:
-    names, persistent or not."""
+    """Experts are split. linears: nn.Linear modules, name -> (N, K). embeddings: nn.Embedding modules. parameters: name ->
+    shape. buffers: names, persistent or not."""
 
     linears: dict[str, tuple[int, int]]
     embeddings: frozenset[str]
@@ -54,6 +56,7 @@ def _build(config: str) -> Skeleton | None:
                 model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
         except Exception:  # as above; then files alone are read
             return None
+    split_experts(model)
     modules = dict(model.named_modules())
     return Skeleton(
         {n: (m.out_features, m.in_features) for n, m in modules.items() if isinstance(m, nn.Linear)},

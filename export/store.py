@@ -38,8 +38,24 @@ def units(arm: Arm, layout: Layout) -> Iterator[Unit]:
     """Everything an NVFP4 checkpoint of the arm holds, in the source's order.
 
     Floating-point tensors that are not quantized become BF16; a tied head is dropped. Raises ArtifactError for an arm
-    that quantizes nothing or does not fit its source, before anything is computed.
+    that quantizes nothing or does not fit its source, before anything is computed. KV scales lie beside their k_proj.
     """
+    for unit in _weights(arm, layout):
+        names = {entry.name.rpartition(".")[0] for entry in unit.entries}
+        scales = [name for name in arm.kv_scales if f"{name.rpartition('.')[0]}.k_proj" in names]
+        yield _with_kv_scales(arm, layout, unit, scales) if scales else unit
+
+
+def _with_kv_scales(arm: Arm, layout: Layout, unit: Unit, scales: list[str]) -> Unit:
+    stored = {}
+    for name in scales:
+        attention, _, leaf = name.rpartition(".")
+        stored[layout.kv_scale(attention, leaf[0])] = arm.kv_scales[name].float().reshape(layout.scalar)
+    entries = [Entry(name, "F32", layout.scalar) for name in stored]
+    return Unit((*unit.entries, *entries), lambda: unit.make() | stored)
+
+
+def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
     selection = _require_fitting(arm)
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
     stored = [name for name in arm.source.tensors if not (name == HEAD and arm.source.tied_embeddings)]
@@ -113,4 +129,5 @@ def _require_fitting(arm: Arm) -> Selection:
                 f"{arm.folder} trained {name} {list(trained)}, which {arm.source.folder} does not hold: make the arm again"
             )
     arm.require_input_scales()
+    arm.require_kv_scales()
     return selection

@@ -19,6 +19,7 @@ from qad.arm import Arm, open_arm
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
+from qad.kv_cache import CAST
 
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000
@@ -54,6 +55,10 @@ def export_arm(
     require_apart(out, {"arm": opened.folder, "source model": opened.source.folder})
     shards = plan_shards(list(units(opened, LAYOUTS[layout])), shard_size)
     config = {"layout": layout, "shard_size": shard_size}
+    if (
+        opened.kv_cache == CAST
+    ):  # nothing else of the folder tells scales that are lost from scales that were never made
+        config["kv_cache"] = CAST
     inputs = {"arm": open_artifact(arm).digest}
 
     def work(folder: Path) -> None:
@@ -111,7 +116,7 @@ def _metadata(arm: Arm, folder: Path, shards: list[list[Unit]], layout: Layout) 
         write_index(
             folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
         )
-    scheme = scheme_of(arm.selection, {entry.name for entry in entries})
+    scheme = scheme_of(arm.selection, {entry.name for entry in entries}, arm.kv_cache)
     write_config_files(folder, arm.source.config, layout, scheme)
     for path in _own_files(arm.source.folder):
         target = folder / path.relative_to(arm.source.folder)

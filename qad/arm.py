@@ -1,9 +1,11 @@
 """An arm: one way to treat the source model. BF16, PTQ and QAD are the same kind of folder, so nothing downstream
 branches on where a checkpoint came from.
 
-    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), what was counted
+    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), kv_cache (off,
+                         calibrated, at_least_one, cast), what was counted
     selection.json       what is quantized and why the rest is not; absent for BF16
-    scales.safetensors   MODULE.input_scale, FP32 scalars, one per quantized module (W4A4 only)
+    scales.safetensors   FP32 scalars: MODULE.input_scale, one per quantized module (W4A4 only); ATTENTION.k_scale and
+                         ATTENTION.v_scale, where the KV cache is calibrated
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per quantized module;
                          absent where weight scales are dynamic
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
@@ -30,6 +32,7 @@ from torch import Tensor
 from qad import nvfp4
 from qad.artifact import open_artifact
 from qad.errors import ArtifactError, SourceError
+from qad.kv_cache import CALIBRATES, OFF
 from qad.selection import Selection
 from qad.source import Checkpoint, open_checkpoint
 
@@ -49,6 +52,7 @@ class Arm:
     selection: Selection | None
     input_scales: dict[str, Tensor]
     facts: dict[str, Any]
+    kv_scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def weight(self, name: str) -> Tensor:
         """A parameter by hub name: the FP32 master where the arm trained it, else the source's tensor."""
@@ -76,10 +80,10 @@ class Arm:
 
     def require_input_scales(self) -> None:
         """Raises ArtifactError where activations are quantized and a module has no input scale, one that no engine can
-        use, or another one than its scale group."""
+        use, or another one than its group of input scales."""
         if self.selection is None or not self.selection.quantizes_activations:
             return
-        for group in self.selection.groups:
+        for group in self.selection.input_groups:
             scales = {module: self.input_scales.get(module) for module in group}
             for module, scale in scales.items():
                 if scale is None:
@@ -91,10 +95,26 @@ class Arm:
                     f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again"
                 )
 
+    def require_kv_scales(self) -> None:
+        """Raises ArtifactError where the KV cache is calibrated and a k_proj of the source has no usable pair of scales."""
+        if self.kv_cache not in CALIBRATES:
+            return
+        ends = ".k_proj.weight"
+        for attention in (name.removesuffix(ends) for name in self.source.tensors if name.endswith(ends)):
+            for scale in (f"{attention}.k_scale", f"{attention}.v_scale"):
+                value = self.kv_scales.get(scale)
+                if value is None or value.numel() != 1 or not (torch.isfinite(value) and value > 0):
+                    raise ArtifactError(f"{self.folder} has no usable {scale}: calibrate again")
+
     @property
     def scales(self) -> str:
         """How weight scales come about: `dynamic`, or the strategy that found the frozen ones."""
         return str(self.facts.get("scales", DYNAMIC))
+
+    @property
+    def kv_cache(self) -> str:
+        """The policy of the KV cache's scales (qad.kv_cache)."""
+        return str(self.facts.get("kv_cache", OFF))
 
     def frozen_scales(self, group: Sequence[str]) -> dict[str, nvfp4.FrozenScales]:
         """Frozen scales of the selected members of a scale group; empty where scales are dynamic.
@@ -235,10 +255,12 @@ def write_arm(
     *,
     scales: str = DYNAMIC,
     frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
+    kv_scales: Mapping[str, Tensor] = MappingProxyType({}),
     **facts: Any,
 ) -> None:
     """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve.
-    `frozen`: of every selected module, where `scales` names a strategy."""
+    `frozen`: of every selected module, where `scales` names a strategy. `kv_scales`: `ATTENTION.k_scale` and `.v_scale`,
+    where the policy `kv_cache`, one of the facts, calibrates them."""
     assert (scales == DYNAMIC) == (not frozen)
     described = {"path": str(source.folder), "digest": source.digest, "name": source.display_name}
     (folder / "arm.json").write_text(
@@ -246,8 +268,9 @@ def write_arm(
     )
     if selection is not None:
         (folder / "selection.json").write_text(json.dumps(selection.to_json(), indent=1) + "\n")
-    if input_scales:
-        calibrated = {f"{module}.input_scale": scale.reshape(()).clone() for module, scale in input_scales.items()}
+    if input_scales or kv_scales:
+        named = {f"{module}.input_scale": scale for module, scale in input_scales.items()} | dict(kv_scales)
+        calibrated = {name: scale.reshape(()).clone() for name, scale in named.items()}
         save_file(calibrated, folder / "scales.safetensors", metadata={"format": "pt"})
     if frozen:
         stored = {f"{module}.block_scale": found.block_scale.cpu() for module, found in frozen.items()}
@@ -268,8 +291,9 @@ def open_arm(folder: Path) -> Arm:
     selection_path, scales_path = folder / "selection.json", folder / "scales.safetensors"
     selection = Selection.from_json(json.loads(selection_path.read_text())) if selection_path.is_file() else None
     scales = load_file(scales_path) if scales_path.is_file() else {}
-    input_scales = {name.removesuffix(".input_scale"): scale for name, scale in scales.items()}
-    arm = Arm(folder, facts["name"], source, selection, input_scales, facts)
+    kv_scales = {name: scale for name, scale in scales.items() if name.endswith((".k_scale", ".v_scale"))}
+    input_scales = {n.removesuffix(".input_scale"): scale for n, scale in scales.items() if n not in kv_scales}
+    arm = Arm(folder, facts["name"], source, selection, input_scales, facts, kv_scales)
     if arm.scales != DYNAMIC and not (folder / "frozen.safetensors").is_file():
         raise ArtifactError(f"{folder} has {arm.scales} scales, but no frozen.safetensors: make the PTQ arm again")
     return arm

@@ -1,10 +1,13 @@
-"""Calibration: how large the inputs of the selected Linears get, in the unquantized model.
+"""Calibration: how large the inputs of the selected Linears, and K and V, get in the unquantized model.
 
-input_scale = headroom * amax / (6 * 448)      FP32, frozen from here on, one value per scale group
+input_scale = headroom * amax / (6 * 448)      FP32, frozen from here on, one value per group of input scales
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +16,22 @@ from torch import Tensor, nn
 
 from qad import nvfp4
 from qad.errors import SourceError
+from qad.experts import Expert
+from qad.fusion import experts_of
+from qad.kv_cache import CALIBRATES, OFF, KVObserver, attentions, kv_scales
 from qad.packing import Windows
 from qad.selection import Selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """input_scales: by module, equal within a group; empty for weight-only formats. kv_scales: `ATTENTION.k_scale` and
+    `.v_scale`; empty where the policy calibrates none. without_tokens: experts that saw no token, whose input scale is that
+    of the layer's other experts."""
+
+    input_scales: dict[str, Tensor]
+    kv_scales: dict[str, Tensor]
+    without_tokens: tuple[str, ...]
 
 
 class AmaxObserver:
@@ -30,7 +47,7 @@ class AmaxObserver:
 
     def __enter__(self) -> AmaxObserver:
         for name in self._modules:
-            hook = self._hook(name)
+            hook = self._hook(name, self._model.get_submodule(name.rpartition(".")[0]))
             self._handles.append(self._model.get_submodule(name).register_forward_pre_hook(hook))
         return self
 
@@ -38,11 +55,14 @@ class AmaxObserver:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def _hook(self, name: str, parent: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             inputs = args[0].detach()
             if self.counted_BT is not None:
-                inputs = inputs[self.counted_BT]
+                expert = parent.positions_t if isinstance(parent, Expert) else None
+                inputs = inputs[self.counted_BT if expert is None else self.counted_BT.flatten()[expert]]
+            if not inputs.numel():
+                return
             amax = inputs.abs().amax().float()
             seen = self.amax.get(name)
             self.amax[name] = amax if seen is None else torch.maximum(seen, amax)
@@ -58,33 +78,57 @@ def calibrate(
     headroom: float = 1.0,
     progress: Callable[[int], object] = lambda tokens: None,
     batch_size: int = 8,
-) -> dict[str, Tensor]:
-    """Input scales of every selected module, equal within a scale group; empty for weight-only formats.
+    kv_cache: str = OFF,
+) -> Calibration:
+    """Input scales of every selected module, and KV scales under the policy `kv_cache` (qad.kv_cache).
 
     Packed windows hold no padding; where a caller adds some it is not observed. A module that sees only zeros gets the
-    scale of amax 1.0. Raises SourceError for activations that are not finite, and for a selected module that the forward
-    pass never reached.
+    scale of amax 1.0. Experts without a token are warned about. Raises SourceError for activations that are not finite, and
+    for a selected module that the forward pass never reached, be it all experts of a layer; UsageError for a model
+    without the K and V that a policy asks for.
     """
-    if not selection.quantizes_activations:
-        return {}
+    modules = list(selection.modules) if selection.quantizes_activations else []
+    caches = attentions(model) if kv_cache in CALIBRATES else []
+    if not modules and not caches:
+        return Calibration({}, {}, ())
     device = next(model.parameters()).device
-    with AmaxObserver(model, list(selection.modules)) as observer:
+    with contextlib.ExitStack() as stack:
+        observer = stack.enter_context(AmaxObserver(model, modules))
+        kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
         tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
         for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
             observer.counted_BT = None if counted.all() else counted.to(device)
+            if kv_observer:
+                kv_observer.counted_BT = observer.counted_BT
             model.base_model(ids.to(device), position_ids=positions.to(device), use_cache=False)
             progress(ids.numel())
-    return group_input_scales(observer.amax, selection, headroom)
+    return Calibration(  # the scales first: where nothing was seen, an error says so
+        group_input_scales(observer.amax, selection, headroom) if modules else {},
+        kv_scales(kv_observer.amax, caches, kv_cache) if kv_observer else {},
+        _without_tokens(observer.amax, modules),
+    )
+
+
+def _without_tokens(amax: dict[str, Tensor], modules: list[str]) -> tuple[str, ...]:
+    experts = tuple(dict.fromkeys(name.rpartition(".")[0] for name in modules if name not in amax))
+    if experts:
+        warnings.warn(
+            f"{len(experts)} experts saw no token in calibration, first {experts[0]}: they take the input scales of their "
+            "layer's other experts; more or other calibration text would reach them",
+            stacklevel=3,
+        )
+    return experts
 
 
 def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: float) -> dict[str, Tensor]:
-    """One input scale per scale group, from the amax of its members."""
+    """One input scale per group of input scales, from the amax of its members. Experts may be unseen, all of a layer not."""
     scales: dict[str, Tensor] = {}
-    for group in selection.groups:
+    for group in selection.input_groups:
+        seen = [amax[name] for name in group if name in amax]
         unseen = [name for name in group if name not in amax]
-        if unseen:
+        if unseen and (not seen or experts_of(unseen[0]) is None):
             raise SourceError(f"calibration never reached {unseen[0]}: exclude it, or give text that does")
-        largest = torch.stack([amax[name] for name in group]).amax()
+        largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise SourceError(f"the input of {group[0]} is {largest.item()} in the BF16 model: the source is damaged")
         scale = nvfp4.global_scale_from_amax(largest * headroom).cpu()

@@ -204,13 +204,14 @@ def _ptq(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from qad.config import load_recipe
-    from qad.stages import prepare, ptq_arm, require_enough_text, trained_arm
+    from qad.stages import prepare, ptq_arm, require_dense, require_enough_text, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
     if len(recipe.train.methods) > 1:
         raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
     method = recipe.train.methods[0]
     job = prepare(recipe, _say, args.out.parent / "text")
+    require_dense(job)
     require_enough_text(job, _say)
     ptq = args.ptq or args.out.parent / "ptq"
     if args.ptq is None:

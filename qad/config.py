@@ -29,13 +29,14 @@ class Quantize(_Strict):
 
     scales of weights: `dynamic` follow the weights as they train; `mse` and `four_over_six` are found once in calibration
     and frozen (see qad.scale_search).
+    kv_cache: off, or FP8 with scales by the policy calibrated, at_least_one or cast (see qad.kv_cache).
     """
 
     format: Literal["NVFP4", "W4A16_NVFP4"] = "NVFP4"
     include: list[str] = ["*"]
     exclude: list[str] = []
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
-    kv_cache: Literal["off"] = "off"
+    kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
 
 
 class Calibrate(_Strict):

@@ -7,6 +7,7 @@ model classes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 FUSED_SIBLINGS: tuple[tuple[str, ...], ...] = (
@@ -16,6 +17,7 @@ FUSED_SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("to_q", "to_k", "to_v"),
 )
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 def scale_groups(modules: Iterable[str]) -> list[tuple[str, ...]]:
@@ -25,10 +27,29 @@ def scale_groups(modules: Iterable[str]) -> list[tuple[str, ...]]:
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name in modules:
-        parent, _, leaf = name.rpartition(".")
-        family = next((siblings[0] for siblings in FUSED_SIBLINGS if leaf in siblings), leaf)
-        groups.setdefault((parent, family), []).append(name)
+        groups.setdefault(_family(name), []).append(name)
     return [tuple(members) for members in groups.values()]
+
+
+def input_scale_groups(modules: Iterable[str]) -> list[tuple[str, ...]]:
+    """Partition module names into groups that share one input scale: a scale group, or the same projection (gate and up
+    together) of all experts of a layer, as engines quantize the input of all experts at once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in modules:
+        parent, family = _family(name)
+        groups.setdefault((experts_of(name) or parent, family), []).append(name)
+    return [tuple(members) for members in groups.values()]
+
+
+def experts_of(name: str) -> str | None:
+    """`model.layers.0.mlp.experts.7.up_proj` -> `model.layers.0.mlp.experts`; None outside of experts."""
+    match = _EXPERT.match(name)
+    return match[1] if match else None
+
+
+def _family(module: str) -> tuple[str, str]:
+    parent, _, leaf = module.rpartition(".")
+    return parent, next((siblings[0] for siblings in FUSED_SIBLINGS if leaf in siblings), leaf)
 
 
 def siblings_of(module: str) -> tuple[str, ...]:

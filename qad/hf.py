@@ -25,6 +25,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qad.experts import conversions_of_split, split_experts
 from qad.linear import NVFP4Linear
 from qad.nvfp4 import BLOCK_SIZE, QuantizedTensor, dequantize
 
@@ -112,8 +113,14 @@ class ModelOptHfQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return False
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Experts are loaded one by one, under the names they are stored by."""
+        return super().update_weight_conversions(conversions_of_split(weight_conversions), model)
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        """Replace every Linear that is not ignored. Raises ValueError where the files hold something else."""
+        """Replace every Linear that is not ignored, those of experts included. Raises ValueError where the files hold
+        something else."""
+        split_experts(model)
         activations = self.quantization_config.quant_algo == "NVFP4"
         plain: list[str] = []
         for name, module in list(model.named_modules()):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qad.errors import SourceError
+from qad.experts import split_experts
 from qad.source import Checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -29,7 +30,7 @@ def default_device() -> str:
 
 
 def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
-    """The model in eval mode, without gradients, on `device`, its parameters in `dtype`.
+    """The model in eval mode, without gradients, on `device`, its parameters in `dtype`, its experts split (qad.experts).
 
     Raises SourceError where transformers does not know the architecture or a weight is missing.
     """
@@ -46,6 +47,7 @@ def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
         raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
+    split_experts(model)
     return model.to(device).requires_grad_(False).eval()
 
 
@@ -56,9 +58,11 @@ def load_skeleton(source: Checkpoint) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {_first_line(error)}") from error
+    split_experts(model)
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -24,7 +24,7 @@ from qad.compiled import compilation
 from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
 from qad.measuring import Measuring
-from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_enough_text, trained_arm
+from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_dense, require_enough_text, trained_arm
 
 DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
@@ -58,6 +58,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     clock = Stopwatch(say)
     with clock("prepare"):
         job = prepare(recipe, say, out / "text")
+        require_dense(job)
         _require_measurable(job)
         _claim(job, out)
         require_enough_text(job, say)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from qad.config import Recipe, Train
 from qad.data_config import Generations
 from qad.optim import trainable_names
-from qad.stages import Job, prepare, require_enough_text
+from qad.stages import Job, prepare, require_dense, require_enough_text
 
 _WIDTH = {"float32": 4, "bfloat16": 2}
 _CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/test_chunked.py)
@@ -21,6 +21,7 @@ _CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at on
 def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
     job = prepare(recipe, say)
+    require_dense(job)
     sources = [recipe.calibrate.data, recipe.train.data, recipe.train.validation_data or recipe.train.data]
     if any(isinstance(part, Generations) for data in sources for part in data.root):
         say("text   is partly the teacher's own, which the run writes first")

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from qad.errors import UsageError
-from qad.fusion import scale_groups
+from qad.fusion import experts_of, input_scale_groups, scale_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +30,7 @@ class Selection:
     """The decision. format: NVFP4 (W4A4) or W4A16_NVFP4. modules: name -> (N, K), in model order.
 
     excluded: every other Linear, router and embedding -> reason. groups: the scale groups, each module in exactly one.
+    input_groups: what shares one input scale; whole scale groups, all experts of a projection together.
     """
 
     format: str
@@ -39,6 +40,10 @@ class Selection:
     @property
     def groups(self) -> list[tuple[str, ...]]:
         return scale_groups(self.modules)
+
+    @property
+    def input_groups(self) -> list[tuple[str, ...]]:
+        return input_scale_groups(self.modules)
 
     @property
     def quantizes_activations(self) -> bool:
@@ -53,23 +58,24 @@ class Selection:
 
 
 def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> Selection:
-    """Decide for a model (meta device is enough).
+    """Decide for a model (meta device is enough) whose experts are split (qad.experts).
 
     A pattern is a glob on the full module name. Heads, embeddings, routers, vision towers and Linears whose K is not
     divisible by 16 are never quantized. Raises UsageError for a pattern that matches nothing, a scale group of
-    which only a part would be quantized, an empty selection, and experts fused into 3-D parameters.
+    which only a part would be quantized, an empty selection, and experts that could not be split.
     """
     import torch.nn as nn
 
     fused = next((n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n.split(".")), None)
     if fused:
         raise UsageError(
-            f"{fused} holds the experts of a layer in one 3-D parameter: mixture-of-experts models are not supported yet; "
-            "choose a dense model"
+            f"{fused} holds the experts of a layer in one 3-D parameter that is not the stack of the checkpoint's experts: this "
+            "kind of mixture is not supported; Qwen3-MoE, Mixtral, DeepSeek-V3 and others that store expert by expert are"
         )
 
     linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    others |= {n: "router" for n, m in model.named_modules() if n not in linears and _is_router(n, m)}
     for pattern in (*include, *exclude):
         _require_match(pattern, (*linears, *others))
     find_head = getattr(model, "get_output_embeddings", None)
@@ -88,6 +94,12 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
             f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude"
         )
     return Selection(format, modules, excluded)
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    """A router that is no Linear but holds a weight of its own."""
+    weight = getattr(module, "weight", None)
+    return never_quantized(name) == "router" and weight is not None and weight.dim() == 2
 
 
 def never_quantized(module: str) -> str | None:
@@ -131,6 +143,19 @@ def _require_whole_groups(modules: dict[str, tuple[int, int]], excluded: dict[st
             raise UsageError(
                 f"{', '.join(sorted(set(group) - set(kept)))} would be quantized but {', '.join(kept)} not "
                 f"({excluded[kept[0]]}): engines fuse them, so include or exclude all of them"
+            )
+    _require_all_experts(modules, excluded)
+
+
+def _require_all_experts(modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:
+    """The experts of a layer are one module to an engine: quantized, or not."""
+    quantized = {experts_of(name): name for name in modules}
+    for name, reason in excluded.items():
+        layer = experts_of(name)
+        if layer is not None and layer in quantized:
+            raise UsageError(
+                f"{quantized[layer]} would be quantized but {name} not ({reason}): engines run the experts of a layer as one, "
+                "so include or exclude all of them"
             )
 
 

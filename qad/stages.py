@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from tqdm import tqdm
 
 from qad.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.artifact import Artifact, open_artifact, run_stage
-from qad.calibrate import calibrate
+from qad.calibrate import Calibration, calibrate
 from qad.compiled import compilation
 from qad.config import Method, Recipe
 from qad.data_config import Data, Generations
 from qad.errors import SourceError, UsageError
+from qad.fusion import experts_of
 from qad.generate import TeacherText
+from qad.kv_cache import CALIBRATES, CAST, OFF, attentions
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.nvfp4 import FrozenScales
 from qad.objective import Objective, shared_vocabulary
@@ -101,6 +104,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     skeleton = load_skeleton(source)
     selection = select(skeleton, section.format, section.include, section.exclude)
     _require_tensors(source, selection)
+    _check_kv_cache(section.kv_cache, skeleton)
     check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
     if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
@@ -156,6 +160,27 @@ def _require_tensors(source: Checkpoint, selection: Selection) -> None:
             )
 
 
+def _check_kv_cache(policy: str, skeleton: Any) -> None:
+    if policy == CAST:
+        warnings.warn(
+            "quantize.kv_cache is cast: no scales are written, the engine uses 1.0 and cuts K and V off at 448; `calibrated` "
+            "measures them",
+            stacklevel=2,
+        )
+    if policy in CALIBRATES:
+        attentions(skeleton)
+
+
+def require_dense(job: Job) -> None:
+    """Raises UsageError for a mixture of experts, which can be quantized and exported, but not trained yet."""
+    experts = next((name for name in job.source.tensors if experts_of(name)), None)
+    if experts:
+        raise UsageError(
+            f"{job.source.display_name} is a mixture of experts ({experts}): training those is not supported yet; `qad ptq` and "
+            "`qad export` quantize it without training"
+        )
+
+
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The source itself, as an arm."""
     inputs = {"source": job.source.digest}
@@ -167,20 +192,24 @@ def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
 def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """Calibrate the unquantized model and find the weight scales that are to be frozen; its weights stay the source's."""
     windows = job.calibration_windows()
-    section = job.recipe.section("calibrate")
+    section, policy = job.recipe.section("calibrate"), job.recipe.quantize.kv_cache
     config = {"arm": "ptq", "quantize": job.recipe.section("quantize"), "calibrate": section, **job.compute}
     inputs = {"source": job.source.digest, "text": windows.digest}
 
     def work(folder: Path) -> None:
         require_finite(job.source)
-        scales: dict[str, torch.Tensor] = {}
-        if job.selection.quantizes_activations:
+        found = Calibration({}, {}, ())
+        if job.selection.quantizes_activations or policy in CALIBRATES:
             model = load_model(job.source, job.dtype, job.device)
+            headroom = job.recipe.calibrate.headroom
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
-                scales = calibrate(model, job.selection, windows, job.recipe.calibrate.headroom, bar.update)
-        write_arm(folder, "ptq", job.source, job.selection, scales, scales=job.recipe.quantize.scales,
-                  frozen=_frozen_scales(job), tokens={"calibration": windows.tokens},
-                  text={"calibration": windows.facts()})  # fmt: skip
+                found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
+        facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
+        if found.without_tokens:
+            facts["experts_without_tokens"] = list(found.without_tokens)
+        write_arm(folder, "ptq", job.source, job.selection, found.input_scales, scales=job.recipe.quantize.scales,
+                  frozen=_frozen_scales(job), kv_scales=found.kv_scales, tokens={"calibration": windows.tokens},
+                  text={"calibration": windows.facts()}, **facts)  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
@@ -243,8 +272,10 @@ def trained_arm(
         progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": section.tokens_used, "validation": validation.tokens}
         text = {"train": train.facts(), "validation": validation.facts()}
-        write_arm(folder, method, job.source, start.selection, start.input_scales, masters,
-                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens, text=text)  # fmt: skip
+        kv_cache = {} if start.kv_cache == OFF else {"kv_cache": start.kv_cache}
+        write_arm(folder, method, job.source, start.selection, start.input_scales, masters, kv_scales=start.kv_scales,
+                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens, text=text,
+                  **kv_cache)  # fmt: skip
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 

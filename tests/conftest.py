@@ -84,16 +84,51 @@ def build_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides})).to(torch.bfloat16)
+    return _save(LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides})), folder)
+
+
+def _save(fresh: Any, folder: Path) -> Path:
+    model = fresh.to(torch.bfloat16)
     with torch.no_grad():  # norms of a fresh model are all ones, which would hide a lost norm
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:
                 parameter.mul_(4.0)
     model.save_pretrained(folder)
     build_tokenizer(folder)
     return folder
+
+
+def build_qwen3(folder: Path, kind: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+    """A BF16 qwen3, qwen3_moe or mixtral of the sizes of the tiny Llama (experts: 4 of intermediate 32, 2 a token), saved."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts_per_tok": 2,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    sizes |= {"qwen3": {}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32},
+              "mixtral": {"num_local_experts": 4, "intermediate_size": 32}}[kind]  # fmt: skip
+    name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}[kind]
+    if kind == "qwen3":
+        del sizes["num_experts_per_tok"]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **overrides})
+    return _save(getattr(transformers, f"{name}ForCausalLM")(config), folder)
+
+
+@pytest.fixture(scope="session")
+def make_qwen3() -> Callable[..., Path]:
+    """Saves a tiny qwen3, qwen3_moe or mixtral into a folder: make_qwen3(folder, kind, seed=0, **config)."""
+    return build_qwen3
+
+
+@pytest.fixture(scope="session", params=["qwen3_moe", "mixtral"])
+def moe_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved BF16 tiny mixture of experts with tokenizer; read only."""
+    return build_qwen3(tmp_path_factory.mktemp("moe") / request.param, request.param)
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,10 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     if scales and not announced:
         yield error("E10", scales[0].rpartition(".")[0], "has KV scales but no KV cache algorithm is announced",
                     "announce FP8 or remove the scales")  # fmt: skip
-    if announced and not scales:
+    if announced and not scales and folder.casts_kv_cache:
+        told = "announces an FP8 KV cache without scales, as its recipe asks (cast): the engine uses 1.0"
+        yield warning("E10", "config.json", told, "set quantize.kv_cache to calibrated")
+    elif announced and not scales:
         yield error("E10", "config.json", "announces a quantized KV cache but there are no scales: the engine uses 1.0",
                     "calibrate KV scales, or announce no quantized KV cache")  # fmt: skip
     attentions = {_attention(name): name for name in scales}

@@ -86,16 +86,3 @@ def test_scale_groups_pair_siblings_of_one_parent_only() -> None:
     assert scale_groups(names) == [
         ("a.0.k_proj", "a.0.q_proj", "a.0.v_proj"), ("a.1.q_proj",), ("a.0.o_proj",), ("e.0.w1", "e.0.w3"), ("e.0.w2",),
     ]  # fmt: skip
-
-
-def test_experts_fused_into_one_parameter_are_refused_before_any_work() -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=512,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UsageError, match=r"experts.*not supported yet"):
-        select(model, "NVFP4")

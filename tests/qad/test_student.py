@@ -141,7 +141,7 @@ def test_calibration_sees_the_largest_input_whatever_the_batching(source: Checkp
     docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(30)]
     windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 12, 32, 0, "x")
     model = load_model(source, "float32", "cpu")
-    scales = calibrate(model, selection, windows)
+    scales = calibrate(model, selection, windows).input_scales
     seen: dict[str, float] = {}
     hooks = [
         model.get_submodule(m).register_forward_pre_hook(
@@ -158,7 +158,7 @@ def test_calibration_sees_the_largest_input_whatever_the_batching(source: Checkp
     for group in selection.groups:
         assert len({scales[m].item() for m in group}) == 1
         assert scales[group[0]].item() * 2688 == pytest.approx(max(seen[m] for m in group), rel=1e-5)
-    doubled = calibrate(model, selection, windows, headroom=2.0)
+    doubled = calibrate(model, selection, windows, headroom=2.0).input_scales
     assert all(doubled[m].item() == pytest.approx(2 * scales[m].item(), rel=1e-6) for m in scales)
 
 
@@ -179,18 +179,18 @@ def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Ch
     docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(12)]
     windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 4, 32, 0, "x")
     model = load_model(source, "float32", "cpu")
-    alone = calibrate(model, selection, windows, batch_size=1)
+    alone = calibrate(model, selection, windows, batch_size=1).input_scales
 
     def over(token: int) -> float:
         """How much larger than on the text the inputs of some module get on this token."""
-        seen = calibrate(model, selection, Windows.of(torch.full((1, 32), token), torch.arange(32)[None]))
+        seen = calibrate(model, selection, Windows.of(torch.full((1, 32), token), torch.arange(32)[None])).input_scales
         return max(float(seen[name] / alone[name]) for name in alone)
 
     unused = max(sorted(set(range(512)) - set(windows.input_ids_ST.flatten().tolist()))[:12], key=over)
     assert over(unused) > 1.05
     for padded in (windows, windows.padded(64, 0, unused), windows.padded(0, 64, unused), windows.padded(7, 9, unused)):
         for batch_size in (1, 4):
-            scales = calibrate(model, selection, padded, batch_size=batch_size)
+            scales = calibrate(model, selection, padded, batch_size=batch_size).input_scales
             for name, scale in alone.items():
                 torch.testing.assert_close(scales[name], scale, rtol=1e-6, atol=0)
 
@@ -199,4 +199,4 @@ def test_weight_only_formats_need_no_calibration(source: Checkpoint) -> None:
     selection = select(load_skeleton(source), "W4A16_NVFP4")
     docs = [Document.of("a b c d e f g h " * 9)]
     windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 1, 8, 0, "x")
-    assert calibrate(None, selection, windows) == {}
+    assert calibrate(None, selection, windows).input_scales == {}
