@@ -6,7 +6,9 @@ off), `export_hf_checkpoint` writes. Our arm calibrates on the same batches.
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ pytestmark = [
 ]
 
 CONFIGS = {"NVFP4": "NVFP4_DEFAULT_CFG", "W4A16_NVFP4": "W4A16_NVFP4_CFG"}
+MODELS = {"llama": 14, "qwen3": 14, "qwen3_moe": 32}  # packed modules
+CASES = [(kind, format, kv) for kind in MODELS for format in CONFIGS for kv in ("off", "calibrated")]
 
 
 def windows() -> Windows:
@@ -39,9 +43,12 @@ def windows() -> Windows:
     return Windows.of(ids, torch.arange(32).expand(8, 32).contiguous())
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def exports(
-    request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_llama_dir: Path,
+    make_qwen3: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path]:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
@@ -49,23 +56,34 @@ def exports(
 
     root = tmp_path_factory.mktemp("modelopt")
     theirs, ours = root / "theirs", root / "ours"
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.bfloat16).eval()
+    kind, format, kv = request.param
+    folder = tiny_llama_dir if kind == "llama" else make_qwen3(root / "source", kind)
+    eager = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}  # the only one ModelOpt calibrates
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **eager).eval()
     batch = windows()
-    mtq.quantize(model, getattr(mtq, CONFIGS[request.param]), lambda m: m(batch.input_ids_ST, use_cache=False))
+    config = copy.deepcopy(getattr(mtq, CONFIGS[format]))
+    if kv != "off":
+        config["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+    mtq.quantize(model, config, lambda m: m(batch.input_ids_ST, use_cache=False))
     export_hf_checkpoint(model, export_dir=theirs)
 
-    source = open_checkpoint(tiny_llama_dir)
-    selection = select(load_skeleton(source), request.param)
-    scales = calibrate(load_model(source, "bfloat16", "cpu"), selection, batch)
-    run_stage("arm", root / "arm", {}, {}, lambda f: write_arm(f, "ptq", source, selection, scales))
+    source = open_checkpoint(folder)
+    selection = select(load_skeleton(source), format)
+    found = calibrate(load_model(source, "bfloat16", "cpu"), selection, batch, kv_cache=kv)
+    run_stage("arm", root / "arm", {}, {}, lambda f: write_arm(
+        f, "ptq", source, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv))  # fmt: skip
     export_arm(root / "arm", ours)
     return ours, theirs
 
 
-def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(exports: tuple[Path, Path]) -> None:
+def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(
+    exports: tuple[Path, Path], request: pytest.FixtureRequest
+) -> None:
+    kind, _, kv = request.node.callspec.params["exports"]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in exports)
     assert ours.keys() == theirs.keys()
-    assert sum(n.endswith("weight_scale_2") for n in ours) == 14
+    assert sum(n.endswith("weight_scale_2") for n in ours) == MODELS[kind]
+    assert sum(n.endswith((".k_scale", ".v_scale")) for n in ours) == (4 if kv == "calibrated" else 0)
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype
         assert tensor.shape == theirs[name].shape
