@@ -33,7 +33,7 @@ from qad import nvfp4
 from qad.artifact import open_artifact
 from qad.errors import ArtifactError, SourceError
 from qad.kv_cache import CALIBRATES, OFF
-from qad.selection import Selection
+from qad.selection import Selection, never_quantized
 from qad.source import Checkpoint, open_checkpoint
 
 KIND = "arm"
@@ -100,7 +100,8 @@ class Arm:
         if self.kv_cache not in CALIBRATES:
             return
         ends = ".k_proj.weight"
-        for attention in (name.removesuffix(ends) for name in self.source.tensors if name.endswith(ends)):
+        found = [name.removesuffix(ends) for name in self.source.tensors if name.endswith(ends)]
+        for attention in (name for name in found if not never_quantized(name)):
             for scale in (f"{attention}.k_scale", f"{attention}.v_scale"):
                 value = self.kv_scales.get(scale)
                 if value is None or value.numel() != 1 or not (torch.isfinite(value) and value > 0):

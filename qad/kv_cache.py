@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qad.errors import SourceError, UsageError
+from qad.selection import never_quantized
 
 OFF, CALIBRATED, AT_LEAST_ONE, CAST = "off", "calibrated", "at_least_one", "cast"
 CALIBRATES = (CALIBRATED, AT_LEAST_ONE)
@@ -24,13 +25,15 @@ _E4M3_MAX = 448.0
 
 
 def attentions(model: nn.Module) -> list[str]:
-    """Names of the attention modules whose cache has scales of its own: those with a k_proj and a v_proj.
+    """Names of the attention modules whose cache has scales of its own: those with a k_proj and a v_proj, outside of towers.
 
     Raises UsageError where there is none, or where a module has a k_proj only: engines read K's and V's scales in pairs.
     """
     leaves: dict[str, set[str]] = {}
     for name, _ in model.named_modules():
         parent, _, leaf = name.rpartition(".")
+        if never_quantized(parent):
+            continue
         leaves.setdefault(parent, set()).add(leaf)
     found = [parent for parent, children in leaves.items() if "k_proj" in children]
     odd = next((parent for parent in found if "v_proj" not in leaves[parent]), None)

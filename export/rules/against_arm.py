@@ -34,6 +34,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
         yield from _group(folder, arm, group, other)
     yield from _quantized_otherwise(arm, other, len(modules))
     yield from _input_scales(folder, arm, modules)
+    yield from _kv_scales(folder, arm)
     for name, (_, entry) in folder.tensors.items():
         if entry.dtype in FLOATING and name in known and name.rpartition(".")[0] not in folder.packed:
             stored, own = folder.get(name).to(torch.bfloat16), arm.weight(name).to(torch.bfloat16)
@@ -125,6 +126,15 @@ def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Find
     elif other:
         yield warning("W3", other[0], f"has another input scale than {arm.name} ({len(other)} modules): another calibration",
                       f"compare with an export of {arm.folder}")  # fmt: skip
+
+
+def _kv_scales(folder: Folder, arm: Arm) -> Iterator[Finding]:
+    for name, own in arm.kv_scales.items():
+        attention, _, leaf = name.rpartition(".")
+        stored = folder.layout.kv_scale(attention, leaf[0])
+        if stored not in folder.tensors or float(folder.get(stored).float().reshape(())) != float(own):
+            told = f"{stored} is not the KV scale {arm.name} was calibrated with"
+            yield error("W3", attention, told, f"export {arm.folder} again")
 
 
 def _relative_error(decoded: Tensor, weight: Tensor) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from export.check import check
@@ -140,6 +140,9 @@ def test_each_attention_has_one_pair_under_the_names_of_the_layout(
     assert all(stored[name].shape == () and stored[name].dtype == torch.float32 for name in named)
     assert announced(out) == ({"dynamic": False, "num_bits": 8, "type": "float"}, "FP8")
     assert check(out, source=tmp_path / "arm") == []
+    stored["model.layers.1.self_attn.v_proj.v_scale"] *= 1.5
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    assert ("W3", "error") in [(f.rule, f.severity) for f in check(out, source=tmp_path / "arm")]
 
 
 def test_the_other_layout_has_them_beside_the_projections(source: Checkpoint, tmp_path: Path) -> None:
