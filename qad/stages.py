@@ -19,6 +19,7 @@ from qad.compiled import compilation
 from qad.config import Method, Recipe
 from qad.data_config import Data, Generations
 from qad.errors import SourceError, UsageError
+from qad.finite import first_not_finite
 from qad.generate import TeacherText
 from qad.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.nvfp4 import FrozenScales
@@ -262,13 +263,14 @@ def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> Teach
 
 
 def require_finite(source: Checkpoint) -> None:
-    """Raises SourceError naming tensor and index for the first NaN or Inf among all floating-point weights."""
+    """Raises SourceError naming tensor and index for the first NaN or Inf among all floating-point weights. Reads each tensor
+    once, one at a time."""
     for name, info in source.tensors.items():
         if info.dtype not in ("BF16", "F16", "F32"):
             continue
         weight = source.get(name)
-        if not torch.isfinite(weight.abs().amax()):
-            index = tuple((~torch.isfinite(weight)).nonzero()[0].tolist())
+        index = first_not_finite(weight)
+        if index is not None:
             raise SourceError(
                 f"{name} holds {weight[index].item()} at index {list(index)}: the source is damaged, fetch or train it again"
             )
