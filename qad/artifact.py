@@ -28,7 +28,7 @@ from qad.errors import ArtifactError, StorageError
 
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
-_STAGE_FILE = "stage.json"
+STAGE_FILE = "stage.json"
 _LOGS = ("metrics.jsonl",)  # hold wall-clock times, so they are listed and hashed but are no part of the identity
 
 
@@ -103,17 +103,17 @@ def run_stage(
     out: Path,
     config: Mapping[str, Any],
     inputs: Mapping[str, str],
-    work: Callable[[Path], None],
+    work: Callable[[Path], Mapping[str, str] | None],
     *,
     resumable: bool = False,
     replace: bool = False,
 ) -> Artifact:
     """Run a stage, or return the finished one with the same key.
 
-    inputs: name -> digest of each input. resumable: an OUT.partial of the same key is handed to `work` as it is
-    instead of being emptied. replace: a finished OUT with another key is replaced (only after the new one is whole);
-    otherwise it is refused. Raises ArtifactError for that and for a non-empty OUT without manifest, StorageError when
-    writing fails.
+    inputs: name -> digest of each input. work: may return the sha256 of files it has hashed already, by path.
+    resumable: an OUT.partial of the same key is handed to `work` as it is instead of being emptied. replace: a finished
+    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. Raises ArtifactError for
+    that and for a non-empty OUT without manifest, StorageError when writing fails.
     """
     key = stage_key(kind, config, inputs)
     if (out / MANIFEST).is_file():
@@ -126,10 +126,10 @@ def run_stage(
     started = time.monotonic()
     try:
         _prepare(partial, key, resumable)
-        work(partial)
-        (partial / _STAGE_FILE).unlink()
-        manifest = _manifest(kind, key, config, inputs, partial, time.monotonic() - started)
-        _write_json(partial / MANIFEST, manifest)
+        hashed = work(partial) or {}
+        (partial / STAGE_FILE).unlink()
+        manifest = _manifest(kind, key, config, inputs, partial, hashed, time.monotonic() - started)
+        write_whole_json(partial / MANIFEST, manifest)
         _swap(partial, out)
     except OSError as error:
         where = error.filename or partial
@@ -159,7 +159,7 @@ def _reusable(out: Path, kind: str, key: str, replace: bool) -> Artifact | None:
 
 
 def _prepare(partial: Path, key: str, resumable: bool) -> None:
-    stage_file = partial / _STAGE_FILE
+    stage_file = partial / STAGE_FILE
     if partial.exists():
         same = False
         if resumable and stage_file.is_file():
@@ -170,16 +170,22 @@ def _prepare(partial: Path, key: str, resumable: bool) -> None:
         if not same:
             shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    _write_json(stage_file, {"key": key})
+    write_whole_json(stage_file, {"key": key})
 
 
 def _manifest(
-    kind: str, key: str, config: Mapping[str, Any], inputs: Mapping[str, str], folder: Path, seconds: float
+    kind: str,
+    key: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    folder: Path,
+    hashed: Mapping[str, str],
+    seconds: float,
 ) -> dict[str, Any]:
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        name: {"bytes": path.stat().st_size, "sha256": hashed.get(name) or sha256_file(path)}
+        for name, path in paths.items()
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -210,8 +216,8 @@ def _swap(partial: Path, out: Path) -> None:
         shutil.rmtree(stale)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    """Write aside, flush to disk, rename."""
+def write_whole_json(path: Path, value: Any) -> None:
+    """A JSON file that is there whole or not at all: written aside, flushed to disk, renamed."""
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)

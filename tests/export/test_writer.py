@@ -243,6 +243,62 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(
     assert check(tmp_path / "out") == []
 
 
+def test_an_interrupted_export_goes_on_behind_its_last_whole_shard(
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write, limit = writer.write_file, [2]
+
+    def counted(path: Path, *args: Any) -> None:
+        if len(written) == limit[0]:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write(path, *args)
+
+    monkeypatch.setattr(writer, "write_file", counted)
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with pytest.raises(KeyboardInterrupt):
+        export_arm(arm_dir, out, shard_size=20_000)
+    first, second = sorted(p.name for p in partial.glob("*.safetensors"))
+    damaged = bytearray((partial / second).read_bytes())
+    damaged[-1] ^= 1  # same size, other bytes
+    (partial / second).write_bytes(damaged)
+    (partial / "stray.safetensors").write_bytes(b"")
+    kept = (partial / first).stat().st_ino
+    written.clear()
+    limit[0] = 10**6
+    artifact = export_arm(arm_dir, out, shard_size=20_000)
+    assert f"{first}.tmp" not in written
+    assert f"{second}.tmp" in written
+    assert (out / first).stat().st_ino == kept
+    whole = export_arm(arm_dir, tmp_path / "whole", shard_size=20_000)
+    assert artifact.digest == whole.digest
+    assert artifact.manifest["files"] == whole.manifest["files"]
+    assert not [name for name in artifact.manifest["files"] if "shards" in name or name.endswith(".tmp")]
+
+
+def test_shards_of_another_commit_are_written_again(
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = writer.write_file
+
+    def counted(path: Path, *args: Any) -> None:
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(path, *args)
+
+    monkeypatch.setattr(writer, "write_file", counted)
+    with pytest.raises(KeyboardInterrupt):
+        export_arm(arm_dir, tmp_path / "out", shard_size=20_000)
+    record = tmp_path / "out.partial" / "shards.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "commit": "another"}))
+    export_arm(arm_dir, tmp_path / "out", shard_size=20_000)
+    assert written.count(written[0]) == 2
+
+
 def test_a_bf16_arm_a_changed_source_and_an_unknown_layout_are_refused(
     source: Path, build_arm: BuildArm, arm_dir: Path, tmp_path: Path
 ) -> None:
