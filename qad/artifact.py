@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from qad import provenance
 from qad.errors import ArtifactError, StorageError
 
@@ -131,11 +133,13 @@ def run_stage(
         manifest = _manifest(kind, key, config, inputs, partial, hashed, time.monotonic() - started)
         write_whole_json(partial / MANIFEST, manifest)
         _swap(partial, out)
-    except OSError as error:
-        where = error.filename or partial
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "while serializing" not in str(error):
+            raise  # reading, not writing
+        where = getattr(error, "filename", None) or partial
         raise StorageError(
-            f"cannot write {where}: {error.strerror or error}. Nothing unfinished is left under its final name; "
-            "make room and run the same command again"
+            f"cannot write {where}: {getattr(error, 'strerror', None) or error}. Nothing unfinished is left under its final "
+            "name; make room, or choose a place that can be written, and run the same command again"
         ) from error
     return Artifact(out, manifest)
 

@@ -41,8 +41,6 @@ def test_peak_memory_stays_below_two_scale_groups(
         source = make_llama(tmp_path / f"source-{layers}", num_hidden_layers=layers, **sizes)
         arms.append(build_arm(source, tmp_path / f"arm-{layers}", format))
     assert (tmp_path / "source-24" / "model.safetensors").stat().st_size > 20 * _LARGEST_GROUP
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, *map(str, arms)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", _MEASURE, *map(str, arms)], capture_output=True, text=True, check=True)
     small, large = json.loads(done.stdout)
     assert large - small < 2 * _LARGEST_GROUP + _CONSTANT
