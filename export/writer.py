@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export.card import GIT_ATTRIBUTES, model_card
+from export.card import git_attributes, model_card
 from export.config_files import write_config_files, write_index
 from export.layout import LAYOUTS, Layout
 from export.safetensors_writer import write_file
@@ -27,7 +27,8 @@ SHARD_SIZE = 5_000_000_000
 # Copied as they are: tokenizer, templates, generation settings, licence, code that auto_map names. Never weights.
 _COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.tiktoken",
            "*.model", "chat_template.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-           "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
+           "video_preprocessor_config.json", "LICEN[SC]E*", "Licen[sc]e*", "licen[sc]e*", "COPYING*",
+           "NOTICE*", "Notice*", "USE_POLICY*", "*.py",
            "additional_chat_templates/*")  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _SPARE = 64_000_000  # bytes beside the weights: tokenizer, metadata
@@ -119,12 +120,14 @@ def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Lay
         )
     scheme = scheme_of(arm.selection, {entry.name for entry in entries})
     write_config_files(folder, arm.source.config, layout, scheme)
-    for path in _own_files(arm.source.folder):
+    own_files = _own_files(arm.source.folder)
+    for path in own_files:
         target = folder / path.relative_to(arm.source.folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+    sizes = {path.relative_to(arm.source.folder).as_posix(): path.stat().st_size for path in own_files}
     (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")
-    (folder / ".gitattributes").write_text(GIT_ATTRIBUTES, encoding="utf-8")
+    (folder / ".gitattributes").write_text(git_attributes(sizes), encoding="utf-8")
 
 
 def _own_files(source: Path) -> list[Path]:

@@ -31,7 +31,9 @@ from qad.errors import ArtifactError, StorageError
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
 STAGE_FILE = "stage.json"
-_LOGS = ("metrics.jsonl",)  # hold wall-clock times, so they are listed and hashed but are no part of the identity
+# Listed and hashed, but no part of the identity: wall-clock times; a card, which gets its recovery table once that is measured
+# and which its owner may edit.
+_NO_IDENTITY = ("metrics.jsonl", "README.md")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +97,20 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
         raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
     for name, facts in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+        if name not in _NO_IDENTITY and (not file.is_file() or file.stat().st_size != facts["bytes"]):
             raise ArtifactError(f"{file} was removed or changed after it was written: remove {path} and run again")
     return artifact
+
+
+def replace_card(folder: Path, text: str) -> None:
+    """Another README.md in a finished folder, and its line in the manifest. The digest stays: a card is no part of it."""
+    card = folder / "README.md"
+    aside = folder / "README.md.tmp"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(card)
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"]["README.md"] = {"bytes": card.stat().st_size, "sha256": sha256_file(card)}
+    write_whole_json(folder / MANIFEST, manifest)
 
 
 def run_stage(
@@ -200,7 +213,9 @@ def _manifest(
         "config_hash": digest_of(config),
         "inputs": dict(inputs),
         "files": files,
-        "digest": digest_of({"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _LOGS}}),
+        "digest": digest_of(
+            {"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _NO_IDENTITY}}
+        ),
         **provenance.provenance(),
         "created": provenance.now(),
         "seconds": round(seconds, 1),

@@ -20,8 +20,9 @@ from torch import Tensor
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
 
-_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*",
-             "USE_POLICY*", "additional_chat_templates/*"]  # fmt: skip
+_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
+             "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
+             "additional_chat_templates/*"]  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -114,13 +116,26 @@ def test_the_sources_own_files_are_copied_verbatim_and_nothing_else(
 ) -> None:
     (source / "modeling_own.py").write_text("raise SystemExit('never run')\n")
     (source / "LICENSE").write_text("licence\n")
+    (source / "Notice.txt").write_text("notice\n")
+    (source / "vocab.txt").write_bytes(b"x" * 10_000_000)
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "optimizer.pt").write_bytes(b"pickle")
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out)
-    for name in ("modeling_own.py", "LICENSE", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "modeling_own.py",
+        "LICENSE",
+        "Notice.txt",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert not {"pytorch_model.bin", "optimizer.pt"} & {p.name for p in out.iterdir()}
+    large = [line.split()[0] for line in (out / ".gitattributes").read_text().splitlines() if "filter=lfs" in line]
+    for name in ("model.safetensors", "tokenizer.json", "vocab.txt"):
+        assert any(fnmatch(name, pattern) for pattern in large)
+    assert not any(fnmatch("config.json", pattern) for pattern in large)
 
 
 def test_the_card_names_base_and_licence(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
@@ -438,6 +453,23 @@ def test_the_card_carries_licence_and_tags_and_names_the_base_model(
     assert card["quantization"]["algorithm"] == "NVFP4"
     assert "model-index" not in card
     assert open_checkpoint(out, allow_quantized=True).display_name == "owner/river, NVFP4 (PTQ)"
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("[owner/one, owner/two]", ["owner/one", "owner/two"]), ("[owner/one]", "owner/one"), ("./a folder", None)],
+)
+def test_only_hub_names_are_base_models_and_the_hubs_own_reader_agrees(
+    source: Path, build_arm: BuildArm, tmp_path: Path, named: str, expected: Any
+) -> None:
+    (source / "README.md").write_text(f"---\nbase_model: {named}\nlicense: apache-2.0\nlanguage: [de]\n---\n")
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm", "W4A16_NVFP4"), out)
+    card = ModelCard.load(out / "README.md").data
+    assert (card.base_model, card.license, card.library_name) == (expected, "apache-2.0", "transformers")
+    assert card.get("base_model_relation") == (None if expected is None else "quantized")
+    assert card.language == ["de"]
+    assert "nvfp4" in card.tags
 
 
 def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
