@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatch
 from typing import Any
 
 import yaml
@@ -14,10 +15,16 @@ from export.safetensors_writer import Entry
 from qad.arm import Arm
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
-# The hub keeps weights and a large tokenizer.json in its large-file store; everything else is text in git.
-GIT_ATTRIBUTES = "".join(
-    f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in ("*.safetensors", "*.model", "tokenizer.json")
-)
+# The hub keeps weights and tokenizers in its large-file store, and wants every file there that git would choke on.
+_LARGE_FILES = ("*.safetensors", "*.model", "*.tiktoken", "tokenizer.json")
+_LARGE = 10_000_000  # bytes; the hub refuses larger ones as plain git files
+_RECOVERY = "\n## Recovery\n"
+
+
+def git_attributes(files: Mapping[str, int]) -> str:
+    """.gitattributes for a folder. files: path -> bytes of what lies beside the weights."""
+    own = [name for name, size in files.items() if size >= _LARGE and not any(fnmatch(name, p) for p in _LARGE_FILES)]
+    return "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in (*_LARGE_FILES, *sorted(own)))
 
 
 def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: str | None = None) -> str:
@@ -35,16 +42,25 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
         "4 bits with an E4M3 scale for 16 and one FP32 scale per fused group; everything else is BF16. "
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
-    return text if recovery is None else f"{text}\n## Recovery\n\n{recovery.strip()}\n"
+    return text if recovery is None else with_recovery(text, recovery)
+
+
+def with_recovery(card: str, table: str) -> str:
+    """A card of this tool with the recovery table as its last section, in place of an earlier one. Another's card is left
+    alone."""
+    if not _is_ours(card):
+        return card
+    return f"{card.partition(_RECOVERY)[0]}{_RECOVERY}\n{table.strip()}\n"
 
 
 def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
     assert arm.selection is not None
     card, name = arm.source.card, arm.source.display_name
     front: dict[str, Any] = {"model_name": f"{name}, {arm.selection.format} ({arm.name.upper()})"}
-    base = name if _is_hub_name(name) else card.get("base_model")
-    if base:  # the hub refuses a base_model that is no hub name
-        front |= {"base_model": base, "base_model_relation": "quantized"}
+    # The hub refuses a base_model that is no hub name.
+    base = [name] if _is_hub_name(name) else [base for base in _list(card.get("base_model")) if _is_hub_name(base)]
+    if base:
+        front |= {"base_model": base[0] if len(base) == 1 else base, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card[key] for key in _CARRIED if key in card}
     own = ["nvfp4", layout.name, "nvfp4-qad", arm.name]
@@ -87,10 +103,14 @@ def size_table(layout: Layout, entries: Iterable[Entry]) -> str:
 
 def relabel(card: str, old: Layout, new: Layout) -> str:
     """A card of this tool whose files were converted: the layout's name in tags and text. Another's card is left alone."""
-    if "- nvfp4-qad\n" not in card:
+    if not _is_ours(card):
         return card
     card = card.replace(f"- {old.name}\n", f"- {new.name}\n", 1)
     return card.replace(f"in the {old.name} layout", f"in the {new.name} layout", 1)
+
+
+def _is_ours(card: str) -> bool:
+    return "- nvfp4-qad\n" in card
 
 
 def _is_hub_name(name: str) -> bool:

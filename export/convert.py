@@ -22,6 +22,7 @@ from export.layout import LAYOUTS, Layout
 from export.rules.metadata import CHECKED
 from export.safetensors_writer import Entry, write_file
 from export.scheme import Scheme
+from export.whole_files import WholeFiles, byte_progress
 from export.writer import KIND, require_apart, require_room
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
@@ -31,8 +32,9 @@ _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
 
 
-def convert(folder: Path, layout: str, out: Path, progress: Callable[[int], object] = lambda written: None) -> Artifact:
-    """Write `folder` to `out` in another layout; a finished conversion of the same folder is reused.
+def convert(folder: Path, layout: str, out: Path) -> Artifact:
+    """Write `folder` to `out` in another layout; a finished conversion of the same folder is reused, an interrupted one goes on
+    behind its last whole file.
 
     Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, is
     not NVFP4 throughout, or whose KV cache the layout has no words for; BrokenCheckpointError for one that `qad check`
@@ -47,20 +49,23 @@ def convert(folder: Path, layout: str, out: Path, progress: Callable[[int], obje
     if opened.casts_kv_cache:
         config["kv_cache"] = CAST
 
-    def work(partial: Path) -> None:
-        require_room(partial, sum(entry.bytes for _, entry in opened.tensors.values()))
-        for file in opened.files:
-            _convert_file(opened, target, file, partial, progress)
+    def work(partial: Path) -> dict[str, str]:
+        files, total = WholeFiles(partial, opened.files), sum(entry.bytes for _, entry in opened.tensors.values())
+        require_room(partial, total - files.bytes)
+        with byte_progress("convert", total, files) as bar:
+            for file in opened.files:
+                files.write(file, lambda path, file=file: _convert_file(opened, target, file, path, bar.update))  # type: ignore[misc]
         if opened.index is not None:
             weight_map = {renamed(opened, target, name): file for name, (file, _) in opened.tensors.items()}
-            write_index(partial, weight_map, sum(entry.bytes for _, entry in opened.tensors.values()))
+            write_index(partial, weight_map, total)
         write_config_files(partial, opened.config, target, scheme)
         copy_other_files(opened, partial)
         card = partial / "README.md"
         if card.is_file():
             card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target), encoding="utf-8")
+        return files.finish()
 
-    return run_stage(KIND, out, config, {"checkpoint": folder_digest(folder)}, work)
+    return run_stage(KIND, out, config, {"checkpoint": folder_digest(folder)}, work, resumable=True)
 
 
 def require_convertible(folder: Folder, target: Layout) -> Scheme:
@@ -114,7 +119,7 @@ def folder_digest(folder: Path) -> str:
     return digest_of({path.relative_to(folder).as_posix(): sha256_file(path) for path in files})
 
 
-def _convert_file(folder: Folder, target: Layout, file: str, out: Path, progress: Callable[[int], object]) -> None:
+def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progress: Callable[[int], object]) -> None:
     names = [name for name, (where, _) in folder.tensors.items() if where == file]
     with safe_open(folder.path / file, framework="pt") as opened:
         metadata = opened.metadata() or {}
@@ -123,7 +128,7 @@ def _convert_file(folder: Folder, target: Layout, file: str, out: Path, progress
         entry = folder.tensors[name][1]
         shape = target.scalar if _is_scalar(folder, name) else entry.shape
         entries.append(Entry(renamed(folder, target, name), entry.dtype, shape))
-    write_file(out / file, entries, _tensors(folder, target, names), progress, metadata)
+    write_file(path, entries, _tensors(folder, target, names), progress, metadata)
 
 
 def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -61,6 +61,7 @@ def write_file(
             file.seek(base + start)
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             progress(entry.bytes)
+            del tensor  # before the next one is made
         if announced:
             raise AssertionError(f"never written: {sorted(announced)[:3]}")
         file.flush()

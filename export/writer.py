@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from export.card import GIT_ATTRIBUTES, model_card
+from export.card import git_attributes, model_card
 from export.config_files import write_config_files, write_index
 from export.layout import LAYOUTS, Layout
 from export.safetensors_writer import write_file
 from export.scheme import scheme_of
 from export.store import Unit, units
+from export.whole_files import WholeFiles, byte_progress
 from qad.arm import Arm, open_arm
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
+from qad.finite import first_not_finite
 from qad.kv_cache import CAST
 
 KIND = "checkpoint"
@@ -26,7 +28,8 @@ SHARD_SIZE = 5_000_000_000
 # Copied as they are: tokenizer, templates, generation settings, licence, code that auto_map names. Never weights.
 _COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.tiktoken",
            "*.model", "chat_template.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-           "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
+           "video_preprocessor_config.json", "LICEN[SC]E*", "Licen[sc]e*", "licen[sc]e*", "COPYING*",
+           "NOTICE*", "Notice*", "USE_POLICY*", "*.py",
            "additional_chat_templates/*")  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _SPARE = 64_000_000  # bytes beside the weights: tokenizer, metadata
@@ -38,12 +41,11 @@ def export_arm(
     out: Path,
     layout: str = "modelopt",
     shard_size: int = SHARD_SIZE,
-    progress: Callable[[int], object] = lambda written: None,
     replace: bool = False,
 ) -> Artifact:
     """Write a PTQ or QAD arm as an NVFP4 checkpoint; a finished export of the same arm is reused.
 
-    Peak memory is about one scale group. `progress` gets the bytes of each tensor written. Raises UsageError for an
+    An interrupted one goes on behind its last whole shard. Peak memory is below two scale groups. Raises UsageError for an
     unknown layout or an `out` that would touch arm or source, SourceError for NaN or Inf (nothing is left under the
     final name), ArtifactError for an arm that does not fit its source, StorageError when writing fails.
     """
@@ -61,16 +63,18 @@ def export_arm(
         config["kv_cache"] = CAST
     inputs = {"arm": open_artifact(arm).digest}
 
-    def work(folder: Path) -> None:
-        require_room(folder, sum(unit.bytes for shard in shards for unit in shard))
+    def work(folder: Path) -> dict[str, str]:
+        files = WholeFiles(folder, shards)
+        require_room(folder, _bytes(shards) - files.bytes)
         _metadata(opened, folder, shards, LAYOUTS[layout])
-        _weights(opened, folder, shards, progress)
+        _weights(opened, files, shards)
+        return files.finish()
 
-    return run_stage(KIND, out, config, inputs, work, replace=replace)
+    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace)
 
 
-def plan_shards(all_units: list[Unit], shard_size: int) -> list[list[Unit]]:
-    """Fill shards in order; a unit is never split, so all tensors of a module are in one shard."""
+def plan_shards(all_units: list[Unit], shard_size: int) -> dict[str, list[Unit]]:
+    """File name -> units. Shards are filled in order; a unit is never split, so all tensors of a module are in one shard."""
     shards: list[list[Unit]] = [[]]
     filled = 0
     for unit in all_units:
@@ -79,51 +83,56 @@ def plan_shards(all_units: list[Unit], shard_size: int) -> list[list[Unit]]:
             filled = 0
         shards[-1].append(unit)
         filled += unit.bytes
-    return shards
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def _shard_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+def _bytes(shards: dict[str, list[Unit]]) -> int:
+    return sum(unit.bytes for shard in shards.values() for unit in shard)
 
 
-def _weights(arm: Arm, folder: Path, shards: list[list[Unit]], progress: Callable[[int], object]) -> None:
+def _weights(arm: Arm, files: WholeFiles, shards: dict[str, list[Unit]]) -> None:
     assert arm.selection is not None
     quantized = sum(n * k for n, k in arm.selection.modules.values())
-    with compilation(True if quantized >= _COMPILE_FROM else None):
-        for number, shard in enumerate(shards, 1):
+    with (
+        compilation(True if quantized >= _COMPILE_FROM else None),
+        byte_progress("export", _bytes(shards), files) as bar,
+    ):
+        for name, shard in shards.items():
             entries = [entry for unit in shard for entry in unit.entries]
-            write_file(folder / _shard_name(number, len(shards)), entries, _tensors(shard), progress)
+            files.write(name, lambda path, e=entries, s=shard: write_file(path, e, _tensors(s), bar.update))  # type: ignore[misc]
 
 
 def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
     for unit in shard:
-        for name, tensor in unit.make().items():
-            if tensor.dtype == torch.bfloat16 and tensor.numel() and not torch.isfinite(tensor.abs().amax()):
-                index = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-                raise SourceError(f"{name} holds {tensor[tuple(index)].item()} at index {index}: nothing was exported")
+        made = unit.make()
+        for name in list(made):
+            tensor = made.pop(name)
+            index = first_not_finite(tensor) if tensor.dtype == torch.bfloat16 else None
+            if index is not None:
+                raise SourceError(f"{name} holds {tensor[index].item()} at index {list(index)}: nothing was exported")
             yield name, tensor
+            del tensor  # a group is gone before the next one is read
 
 
-def _metadata(arm: Arm, folder: Path, shards: list[list[Unit]], layout: Layout) -> None:
+def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Layout) -> None:
     assert arm.selection is not None
-    entries = {
-        entry: _shard_name(number, len(shards))
-        for number, shard in enumerate(shards, 1)
-        for unit in shard
-        for entry in unit.entries
-    }
+    entries = {entry: file for file, shard in shards.items() for unit in shard for entry in unit.entries}
     if len(shards) > 1:
         write_index(
             folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
         )
     scheme = scheme_of(arm.selection, {entry.name for entry in entries}, arm.kv_cache)
     write_config_files(folder, arm.source.config, layout, scheme)
-    for path in _own_files(arm.source.folder):
+    own_files = _own_files(arm.source.folder)
+    for path in own_files:
         target = folder / path.relative_to(arm.source.folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+    sizes = {path.relative_to(arm.source.folder).as_posix(): path.stat().st_size for path in own_files}
     (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")
-    (folder / ".gitattributes").write_text(GIT_ATTRIBUTES, encoding="utf-8")
+    (folder / ".gitattributes").write_text(git_attributes(sizes), encoding="utf-8")
 
 
 def _own_files(source: Path) -> list[Path]:

@@ -23,13 +23,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from qad import provenance
 from qad.errors import ArtifactError, StorageError
 
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
-_STAGE_FILE = "stage.json"
-_LOGS = ("metrics.jsonl",)  # hold wall-clock times, so they are listed and hashed but are no part of the identity
+STAGE_FILE = "stage.json"
+# Listed and hashed, but no part of the identity: wall-clock times; a card, which gets its recovery table once that is measured
+# and which its owner may edit.
+_NO_IDENTITY = ("metrics.jsonl", "README.md")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +97,20 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
         raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
     for name, facts in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+        if name not in _NO_IDENTITY and (not file.is_file() or file.stat().st_size != facts["bytes"]):
             raise ArtifactError(f"{file} was removed or changed after it was written: remove {path} and run again")
     return artifact
+
+
+def replace_card(folder: Path, text: str) -> None:
+    """Another README.md in a finished folder, and its line in the manifest. The digest stays: a card is no part of it."""
+    card = folder / "README.md"
+    aside = folder / "README.md.tmp"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(card)
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"]["README.md"] = {"bytes": card.stat().st_size, "sha256": sha256_file(card)}
+    write_whole_json(folder / MANIFEST, manifest)
 
 
 def run_stage(
@@ -103,17 +118,17 @@ def run_stage(
     out: Path,
     config: Mapping[str, Any],
     inputs: Mapping[str, str],
-    work: Callable[[Path], None],
+    work: Callable[[Path], Mapping[str, str] | None],
     *,
     resumable: bool = False,
     replace: bool = False,
 ) -> Artifact:
     """Run a stage, or return the finished one with the same key.
 
-    inputs: name -> digest of each input. resumable: an OUT.partial of the same key is handed to `work` as it is
-    instead of being emptied. replace: a finished OUT with another key is replaced (only after the new one is whole);
-    otherwise it is refused. Raises ArtifactError for that and for a non-empty OUT without manifest, StorageError when
-    writing fails.
+    inputs: name -> digest of each input. work: may return the sha256 of files it has hashed already, by path.
+    resumable: an OUT.partial of the same key is handed to `work` as it is instead of being emptied. replace: a finished
+    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. Raises ArtifactError for
+    that and for a non-empty OUT without manifest, StorageError when writing fails.
     """
     key = stage_key(kind, config, inputs)
     if (out / MANIFEST).is_file():
@@ -126,16 +141,18 @@ def run_stage(
     started = time.monotonic()
     try:
         _prepare(partial, key, resumable)
-        work(partial)
-        (partial / _STAGE_FILE).unlink()
-        manifest = _manifest(kind, key, config, inputs, partial, time.monotonic() - started)
-        _write_json(partial / MANIFEST, manifest)
+        hashed = work(partial) or {}
+        (partial / STAGE_FILE).unlink()
+        manifest = _manifest(kind, key, config, inputs, partial, hashed, time.monotonic() - started)
+        write_whole_json(partial / MANIFEST, manifest)
         _swap(partial, out)
-    except OSError as error:
-        where = error.filename or partial
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "while serializing" not in str(error):
+            raise  # reading, not writing
+        where = getattr(error, "filename", None) or partial
         raise StorageError(
-            f"cannot write {where}: {error.strerror or error}. Nothing unfinished is left under its final name; "
-            "make room and run the same command again"
+            f"cannot write {where}: {getattr(error, 'strerror', None) or error}. Nothing unfinished is left under its final "
+            "name; make room, or choose a place that can be written, and run the same command again"
         ) from error
     return Artifact(out, manifest)
 
@@ -159,7 +176,7 @@ def _reusable(out: Path, kind: str, key: str, replace: bool) -> Artifact | None:
 
 
 def _prepare(partial: Path, key: str, resumable: bool) -> None:
-    stage_file = partial / _STAGE_FILE
+    stage_file = partial / STAGE_FILE
     if partial.exists():
         same = False
         if resumable and stage_file.is_file():
@@ -170,16 +187,22 @@ def _prepare(partial: Path, key: str, resumable: bool) -> None:
         if not same:
             shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    _write_json(stage_file, {"key": key})
+    write_whole_json(stage_file, {"key": key})
 
 
 def _manifest(
-    kind: str, key: str, config: Mapping[str, Any], inputs: Mapping[str, str], folder: Path, seconds: float
+    kind: str,
+    key: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    folder: Path,
+    hashed: Mapping[str, str],
+    seconds: float,
 ) -> dict[str, Any]:
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        name: {"bytes": path.stat().st_size, "sha256": hashed.get(name) or sha256_file(path)}
+        for name, path in paths.items()
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -190,7 +213,9 @@ def _manifest(
         "config_hash": digest_of(config),
         "inputs": dict(inputs),
         "files": files,
-        "digest": digest_of({"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _LOGS}}),
+        "digest": digest_of(
+            {"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _NO_IDENTITY}}
+        ),
         **provenance.provenance(),
         "created": provenance.now(),
         "seconds": round(seconds, 1),
@@ -210,8 +235,8 @@ def _swap(partial: Path, out: Path) -> None:
         shutil.rmtree(stale)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    """Write aside, flush to disk, rename."""
+def write_whole_json(path: Path, value: Any) -> None:
+    """A JSON file that is there whole or not at all: written aside, flushed to disk, renamed."""
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from qad.artifact import open_artifact
+from qad.artifact import MANIFEST, open_artifact, replace_card
 from qad.compiled import compilation
 from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
@@ -120,6 +120,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     from harness.policy import load_policy
     from harness.recovery import compare
     from qad.comparing import verdict_on
+    from reports.card import recovery_table
     from reports.load import load_records
     from reports.numbers import clean
     from reports.render import render
@@ -135,6 +136,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     verdict = verdict_on(comparison, rules)
     try:
         paths = render(out, comparison, records, verdict)
+        _complete_cards(out, {arm: recovery_table(comparison, records, arm) for arm in comparison.arms})
     except OSError as error:
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
@@ -143,6 +145,21 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")
+
+
+def _complete_cards(out: Path, tables: dict[str, str | None]) -> None:
+    """The exported folders' model cards get what was measured of them."""
+    from export.card import with_recovery
+
+    for arm, table in tables.items():
+        folder = out / "export" / arm
+        card = folder / "README.md"
+        if table is None or not card.is_file() or not (folder / MANIFEST).is_file():
+            continue
+        before = card.read_text(encoding="utf-8")
+        after = with_recovery(before, table)
+        if after != before:
+            replace_card(folder, after)
 
 
 def _log(method: str) -> str:

@@ -20,8 +20,9 @@ from torch import Tensor
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
 
-_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*",
-             "USE_POLICY*", "additional_chat_templates/*"]  # fmt: skip
+_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
+             "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
+             "additional_chat_templates/*"]  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -89,7 +90,8 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
     folder = _resolve(str(model))
     config = _config(folder)
     if not allow_quantized and config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        block = config["quantization_config"]
+        method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
         raise SourceError(f"{folder} is already quantized ({method}): start from the BF16 original it was made from")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES[:3]):
         raise SourceError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}): copy the model's own there")
@@ -155,7 +157,9 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object: fetch the file again")
     architectures = config.get("architectures") or []
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in architectures):
+    if not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in architectures
+    ):
         raise SourceError(
             f"{folder} is not a causal language model (architectures {architectures or 'missing'}): "
             "QAD distils next-token distributions"
@@ -172,6 +176,8 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
     if not files:
         pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
         hint = f" It holds {pickles[0]}: save it with save_pretrained first; pickle is not read." if pickles else ""
+        if any(folder.glob("*.gguf")):
+            hint = " It holds GGUF: convert it with transformers (GgufConfig(dequantize=True))."
         raise SourceError(f"{folder} has no *.safetensors weights.{hint or ' Is the download complete?'}")
     if len(files) > 1:
         raise SourceError(f"{folder} has {len(files)} safetensors files but no {index_path.name}: fetch the index too")
@@ -183,6 +189,9 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
         weight_map = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{index_path} is not a safetensors index ({error}): fetch the file again") from error
+    odd = next((shard for shard in weight_map.values() if not isinstance(shard, str)), None)
+    if odd is not None:
+        raise SourceError(f"{index_path} names {odd!r} as a file: fetch the file again")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
@@ -190,10 +199,26 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
         if not (folder / shard).is_file():
             raise SourceError(f"{folder} lacks {shard}, which its index lists: the download is incomplete, resume it")
         headers[shard] = _header(folder / shard)
+    _require_agreement(index_path, weight_map, headers)
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _require_agreement(index_path: Path, weight_map: dict[str, str], headers: dict[str, dict[str, TensorInfo]]) -> None:
+    """Index and shards hold the same, each tensor once; what is read then does not depend on the reader."""
     for name, shard in weight_map.items():
         if name not in headers[shard]:
             raise SourceError(f"{index_path} says {name} is in {shard}, but it is not: fetch index and shards again")
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
+    for shard, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != shard:
+                listed = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
+                raise SourceError(f"{shard} holds {name}, but {index_path} {listed}: fetch index and shards again")
+    single = index_path.with_name("model.safetensors")
+    if single.name not in headers and single.is_file():
+        raise SourceError(
+            f"{single} lies beside an index that does not list it, and transformers would read it instead: remove the one "
+            "that is stale"
+        )
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from qad.arm import DYNAMIC, KIND, open_arm, write_arm
@@ -20,6 +19,7 @@ from qad.compiled import compilation
 from qad.config import Method, Recipe
 from qad.data_config import Data, Generations
 from qad.errors import SourceError, UsageError
+from qad.finite import first_not_finite
 from qad.fusion import experts_of
 from qad.generate import TeacherText
 from qad.kv_cache import CALIBRATES, CAST, OFF, attentions
@@ -293,13 +293,14 @@ def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> Teach
 
 
 def require_finite(source: Checkpoint) -> None:
-    """Raises SourceError naming tensor and index for the first NaN or Inf among all floating-point weights."""
+    """Raises SourceError naming tensor and index for the first NaN or Inf among all floating-point weights. Reads each tensor
+    once, one at a time."""
     for name, info in source.tensors.items():
         if info.dtype not in ("BF16", "F16", "F32"):
             continue
         weight = source.get(name)
-        if not torch.isfinite(weight.abs().amax()):
-            index = tuple((~torch.isfinite(weight)).nonzero()[0].tolist())
+        index = first_not_finite(weight)
+        if index is not None:
             raise SourceError(
                 f"{name} holds {weight[index].item()} at index {list(index)}: the source is damaged, fetch or train it again"
             )

@@ -78,7 +78,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["unbroken"] = _unbroken
-    environment.filters["md"] = _markdown_text
+    environment.filters["md"] = markdown_text
     environment.filters["fence"] = _fence
     return environment
 
@@ -88,7 +88,7 @@ def _unbroken(text: str) -> Markup:
     return Markup(_NUMBER.sub(r'<span class="value">\g<0></span>', str(escape(text))))
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Plain text on one line, with nothing left that Markdown or HTML would interpret."""
     escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
     return _BLOCK_START.sub(r"\1\\\2", escaped.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;"))

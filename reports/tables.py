@@ -65,7 +65,12 @@ def _detail(limits: str, note: str, reason: str) -> str:
 def summary(comparison: Comparison, records: list[Record]) -> Table:
     """BF16 | PTQ | QAD side by side."""
     arms = comparison.arms
-    groups = [_accuracy(comparison), _fidelity(comparison), _size(arms, records), speed_group(comparison, records)]
+    groups = [
+        accuracy_group(comparison),
+        fidelity_group(comparison),
+        _size(arms, records),
+        speed_group(comparison, records),
+    ]
     return Table(
         caption="The arms side by side",
         columns=["", *map(arm_name, arms), "n"],
@@ -76,7 +81,7 @@ def summary(comparison: Comparison, records: list[Record]) -> Table:
     )
 
 
-def _accuracy(comparison: Comparison) -> Group:
+def accuracy_group(comparison: Comparison) -> Group:
     arms, rows = comparison.arms, []
     for row in comparison.benchmarks:
         n = count_cell(row, own=False)
@@ -125,7 +130,7 @@ def _over_benchmarks(arm: str, comparison: Comparison, *, worst: bool) -> Cell:
     return share_cell(estimate, note=clean(label, 40))
 
 
-def _fidelity(comparison: Comparison) -> Group:
+def fidelity_group(comparison: Comparison) -> Group:
     if not comparison.fidelity:
         return Group("Fidelity to the BF16 teacher", [])
     some = next(iter(comparison.fidelity.values()))

@@ -221,7 +221,7 @@ def test_a_reciprocal_comes_back_within_one_ulp_and_then_stays(exponent: int) ->
 
 
 def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> None:
-    from export.card import model_card
+    from export.card import model_card, with_recovery
     from export.safetensors_writer import Entry
 
     opened, entries = open_arm(exports[0]), [Entry("a.weight", "BF16", (4, 4))]
@@ -229,6 +229,8 @@ def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> No
     table = "| task | recovery |\n|---|---|\n| facts | 95.9 % |"
     assert "Recovery" not in plain
     assert model_card(opened, MODELOPT, entries, recovery=table) == f"{plain}\n## Recovery\n\n{table}\n"
+    assert with_recovery(with_recovery(plain, "| old |"), table) == f"{plain}\n## Recovery\n\n{table}\n"
+    assert with_recovery("Another's card", table) == "Another's card"
 
 
 def test_a_recipe_names_the_layout(tiny_llama_dir: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -114,13 +116,26 @@ def test_the_sources_own_files_are_copied_verbatim_and_nothing_else(
 ) -> None:
     (source / "modeling_own.py").write_text("raise SystemExit('never run')\n")
     (source / "LICENSE").write_text("licence\n")
+    (source / "Notice.txt").write_text("notice\n")
+    (source / "vocab.txt").write_bytes(b"x" * 10_000_000)
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "optimizer.pt").write_bytes(b"pickle")
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out)
-    for name in ("modeling_own.py", "LICENSE", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "modeling_own.py",
+        "LICENSE",
+        "Notice.txt",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert not {"pytorch_model.bin", "optimizer.pt"} & {p.name for p in out.iterdir()}
+    large = [line.split()[0] for line in (out / ".gitattributes").read_text().splitlines() if "filter=lfs" in line]
+    for name in ("model.safetensors", "tokenizer.json", "vocab.txt"):
+        assert any(fnmatch(name, pattern) for pattern in large)
+    assert not any(fnmatch("config.json", pattern) for pattern in large)
 
 
 def test_the_card_names_base_and_licence(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
@@ -241,6 +256,62 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(
     assert not (tmp_path / "out").exists()
     export_arm(arm_dir, tmp_path / "out")
     assert check(tmp_path / "out") == []
+
+
+def test_an_interrupted_export_goes_on_behind_its_last_whole_shard(
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write, limit = writer.write_file, [2]
+
+    def counted(path: Path, *args: Any) -> None:
+        if len(written) == limit[0]:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write(path, *args)
+
+    monkeypatch.setattr(writer, "write_file", counted)
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with pytest.raises(KeyboardInterrupt):
+        export_arm(arm_dir, out, shard_size=20_000)
+    first, second = sorted(p.name for p in partial.glob("*.safetensors"))
+    damaged = bytearray((partial / second).read_bytes())
+    damaged[-1] ^= 1  # same size, other bytes
+    (partial / second).write_bytes(damaged)
+    (partial / "stray.safetensors").write_bytes(b"")
+    kept = (partial / first).stat().st_ino
+    written.clear()
+    limit[0] = 10**6
+    artifact = export_arm(arm_dir, out, shard_size=20_000)
+    assert f"{first}.tmp" not in written
+    assert f"{second}.tmp" in written
+    assert (out / first).stat().st_ino == kept
+    whole = export_arm(arm_dir, tmp_path / "whole", shard_size=20_000)
+    assert artifact.digest == whole.digest
+    assert artifact.manifest["files"] == whole.manifest["files"]
+    assert not [name for name in artifact.manifest["files"] if "shards" in name or name.endswith(".tmp")]
+
+
+def test_shards_of_another_commit_are_written_again(
+    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = writer.write_file
+
+    def counted(path: Path, *args: Any) -> None:
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(path, *args)
+
+    monkeypatch.setattr(writer, "write_file", counted)
+    with pytest.raises(KeyboardInterrupt):
+        export_arm(arm_dir, tmp_path / "out", shard_size=20_000)
+    record = tmp_path / "out.partial" / "shards.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "commit": "another"}))
+    export_arm(arm_dir, tmp_path / "out", shard_size=20_000)
+    assert written.count(written[0]) == 2
 
 
 def test_a_bf16_arm_a_changed_source_and_an_unknown_layout_are_refused(
@@ -382,6 +453,23 @@ def test_the_card_carries_licence_and_tags_and_names_the_base_model(
     assert card["quantization"]["algorithm"] == "NVFP4"
     assert "model-index" not in card
     assert open_checkpoint(out, allow_quantized=True).display_name == "owner/river, NVFP4 (PTQ)"
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("[owner/one, owner/two]", ["owner/one", "owner/two"]), ("[owner/one]", "owner/one"), ("./a folder", None)],
+)
+def test_only_hub_names_are_base_models_and_the_hubs_own_reader_agrees(
+    source: Path, build_arm: BuildArm, tmp_path: Path, named: str, expected: Any
+) -> None:
+    (source / "README.md").write_text(f"---\nbase_model: {named}\nlicense: apache-2.0\nlanguage: [de]\n---\n")
+    out = tmp_path / "out"
+    export_arm(build_arm(source, tmp_path / "arm", "W4A16_NVFP4"), out)
+    card = ModelCard.load(out / "README.md").data
+    assert (card.base_model, card.license, card.library_name) == (expected, "apache-2.0", "transformers")
+    assert card.get("base_model_relation") == (None if expected is None else "quantized")
+    assert card.language == ["de"]
+    assert "nvfp4" in card.tags
 
 
 def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

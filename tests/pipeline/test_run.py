@@ -17,6 +17,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from qad.artifact import open_artifact
 from qad.cli import main
 
 pytestmark = pytest.mark.pipeline
@@ -96,6 +97,20 @@ def test_exported_folders_pass_the_check_and_name_no_path_of_this_machine(finish
         assert main(["check", str(run / "export" / arm), "--source", str(run / "arms" / arm)]) == 0
         for name in ("config.json", "hf_quant_config.json", "README.md"):
             assert str(run.parent) not in (run / "export" / arm / name).read_text()
+
+
+def test_the_card_holds_what_was_measured_and_its_owner_may_edit_it(finished: tuple[Path, Path]) -> None:
+    _, run = finished
+    folder = run / "export" / "qad"
+    card = (folder / "README.md").read_text()
+    assert "|  | BF16 | QAD | n |" in card.partition("## Recovery")[2]
+    assert "KL divergence" in card
+    assert "PTQ" not in card.partition("## Recovery")[2]
+    facts = json.loads((folder / "qad_manifest.json").read_text())["files"]["README.md"]
+    assert facts["bytes"] == len(card.encode())
+    (folder / "README.md").write_text(card + "More.\n")
+    open_artifact(folder, "checkpoint")
+    (folder / "README.md").write_text(card)
 
 
 def test_the_trained_checkpoint_differs_from_ptq_in_weights_and_not_in_calibration(finished: tuple[Path, Path]) -> None:

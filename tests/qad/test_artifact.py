@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from qad import provenance
 from qad.artifact import Artifact, open_artifact, run_stage
@@ -118,6 +119,23 @@ def test_a_full_disk_is_one_line_and_nothing_that_looks_finished(tmp_path: Path)
     with pytest.raises(StorageError, match=r"data\.txt: No space left on device.*make room"):
         run_stage("toy", tmp_path / "out", {}, {}, work)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["Error while serializing: I/O error: No space left on device (os error 28)"])
+def test_a_disk_that_is_full_under_the_safetensors_library_is_the_same(tmp_path: Path, text: str) -> None:
+    def work(folder: Path) -> None:
+        raise SafetensorError(text)
+
+    with pytest.raises(StorageError, match=r"out\.partial: .*No space left on device.*make room"):
+        run_stage("toy", tmp_path / "out", {}, {}, work)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match=r"cannot write .*choose a place that can be written"):
+        stage(tmp_path / "file" / "out")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_foreign_folder_is_refused_untouched(tmp_path: Path) -> None:

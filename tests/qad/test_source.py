@@ -50,6 +50,22 @@ def to_gguf(folder: Path) -> None:
     (folder / "model.gguf").write_bytes(b"GGUF")
 
 
+def gguf_with_config(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def two_shards(folder: Path, twice: bool = False, keep: bool = False) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    index(folder, {name: file for file, part in parts.items() for name in part})
+    parts["model-00002-of-00002.safetensors"] = names[2 if twice else 3 :]
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    if not keep:
+        (folder / "model.safetensors").unlink()
+
+
 def drop_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
@@ -75,6 +91,16 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shard missing": (lambda f: index(f, {"a": "model-00001-of-00002.safetensors"}), "download is incomplete"),
     "index outside": (lambda f: index(f, {"a": "../secret.safetensors"}), "outside its folder"),
     "index wrong": (lambda f: index(f, {"nonsense": "model.safetensors"}), "says nonsense is in"),
+    "index with numbers": (lambda f: index(f, {"a": 7}), "names 7 as a file"),  # type: ignore[dict-item]
+    "index lists too little": (
+        lambda f: index(f, {"model.norm.weight": "model.safetensors"}),
+        "model.embed_tokens.weight, but .* does not list it",
+    ),
+    "tensor in two shards": (lambda f: two_shards(f, twice=True), "but .* lists it in model-00001"),
+    "stale single file": (lambda f: two_shards(f, keep=True), "lies beside an index that does not list it"),
+    "gguf with config": (gguf_with_config, "It holds GGUF"),
+    "quantization no object": (lambda f: edit_config(f, quantization_config=["fp8"]), "already quantized \\(unknown"),
+    "architectures no names": (lambda f: edit_config(f, architectures=[1]), "not a causal language model"),
     "index broken": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not a safetensors index"),
 }
 

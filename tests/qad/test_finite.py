@@ -1,0 +1,30 @@
+"""NaN and Inf are found wherever they lie, and named by the index a user would use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qad import finite
+from qad.finite import first_not_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("index", [(0, 0, 0), (4, 6, 10), (2, 3, 1)])
+def test_the_first_one_is_named_across_chunks(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bad: float, index: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(finite, "_CHUNK", 16)
+    tensor = torch.randn(5, 7, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert first_not_finite(tensor) is None
+    tensor[4, 6, 10] = float("nan")
+    tensor[index] = bad
+    assert first_not_finite(tensor) == index
+
+
+def test_scalars_empty_tensors_and_extreme_values() -> None:
+    assert first_not_finite(torch.tensor(float("nan"))) == ()
+    assert first_not_finite(torch.tensor(1.0)) is None
+    assert first_not_finite(torch.empty(0, 4)) is None
+    assert first_not_finite(torch.tensor([torch.finfo(torch.bfloat16).max, -0.0]).bfloat16()) is None
