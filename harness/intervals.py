@@ -165,7 +165,12 @@ def tango(gained: float, lost: float, n: float, quantile: float = Z) -> tuple[fl
 
 
 def design_effect(values: Floats, cluster: Ints) -> float:
-    """Variance of the mean with clusters over its variance without, at least 1; 1 where no cluster has two items."""
+    """Variance of the mean with clusters over its variance without, at least 1; 1 where no cluster has two items.
+
+    A single cluster says nothing of how clusters differ: its items count as one.
+    """
+    if cluster_count(cluster) < 2:
+        return float(max(1, len(values)))
     deviation = values - values.mean()
     spread = float((deviation**2).sum())
     if cluster_count(cluster) == len(values) or spread == 0:

@@ -125,13 +125,14 @@ def _score_limits(top: Floats, bottom: Floats, cluster: Ints, level: float) -> t
 
 
 def items_needed(top: Floats, bottom: Floats, cluster: Ints, margin: float) -> int | None:
-    """Items at which an arm that is truly as good would be found non-inferior with 80 % power; None for no margin.
+    """Items at which an arm that is truly as good would be found non-inferior with 80 % power; None for no margin, and
+    where all items are of one cluster, which says nothing of others.
 
     The variance is that of the paired difference here. Where few items differ it is itself uncertain: then one more is
     assumed to differ, and never fewer are asked for than Tango's limit needs where none does.
     """
     loss = margin * abs(float(bottom.mean()))
-    if not loss > 0:
+    if not loss > 0 or (cluster_count(cluster) < 2 <= len(top)):
         return None
     difference = top - bottom
     variance = float(difference.var()) * design_effect(difference, cluster)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from harness.intervals import Floats
+from harness.intervals import Floats, design_effect
 from harness.paired_tests import holm, items_needed, items_to_decide, no_difference, non_inferiority
 
 
@@ -66,6 +66,16 @@ def test_items_needed_of_scores() -> None:
     assert items_needed(*paired(0, 0, 81, 19), np.arange(100), 0.01) == pytest.approx(942, abs=1)
     assert items_needed(*paired(0, 0, 100, 0), np.arange(100), 0.01) == 619, "one of 100 may well differ next time"
     assert items_needed(top, bottom * 0, np.arange(1000), 0.01) is None
+
+
+def test_one_cluster_says_nothing_of_others() -> None:
+    """Ten items of one template: every test stays undecided, none divides by the clusters that are missing."""
+    top, bottom = paired(1, 3, 6, 0)
+    alone = np.zeros(10, dtype=np.int64)
+    assert items_needed(top, bottom, alone, 0.01) is None
+    assert non_inferiority(top, bottom, alone, 0.01) == "undecided"
+    assert design_effect(top - bottom, alone) == 10.0
+    assert items_needed(top[:1], bottom[:1] + 1, alone[:1], 0.01) is not None  # one item is no cluster of several
 
 
 def test_clusters_need_more_items() -> None:
