@@ -176,7 +176,7 @@ def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> E
     drawn = [d for b, _ in counted if (d := b.deviations[arm]) is not None]
     if len(drawn) < len(counted):
         unsure = [b.row.task for b, recovery in counted if recovery.low is None]
-        note = f"inconclusive: {', '.join(unsure)} has no interval"
+        note = f"inconclusive: {', '.join(unsure)} {'has' if len(unsure) == 1 else 'have'} no interval"
         interval = Interval(None, None, clusters, "none", note)
     else:
         interval = median_interval(values, drawn, clusters)
