@@ -96,11 +96,6 @@ def conversions_of_split(conversions: list[Any]) -> list[Any]:
     return [conversion for conversion in conversions if id(conversion) not in dropped | renamed]
 
 
-def has_experts(model: nn.Module) -> bool:
-    """True where a model holds `Experts`."""
-    return any(isinstance(module, Experts) for module in model.modules())
-
-
 def _is_fused(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters(recurse=False))
     if parameters.keys() != _PARAMETERS or any(parameter.dim() != 3 for parameter in parameters.values()):

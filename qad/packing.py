@@ -88,24 +88,6 @@ class Windows:
         order = torch.arange(len(self)) if epoch == 0 else _order(len(self), seed, epoch)
         return order[first : first + batch_size // ranks]
 
-    def padded(self, left: int, right: int, pad_id: int) -> Windows:
-        """The same windows with `left` and `right` padding tokens at their sides. Each side is a document of its own (its
-        positions restart) and counts nowhere."""
-
-        def around(tensor_ST: Tensor, before_T: Tensor, after_T: Tensor) -> Tensor:
-            sides = [side.to(tensor_ST.dtype).expand(len(self), -1) for side in (before_T, after_T)]
-            return torch.cat([sides[0], tensor_ST, sides[1]], dim=1)
-
-        def constant(value: int) -> tuple[Tensor, Tensor]:
-            return torch.full((left,), value), torch.full((right,), value)
-
-        return Windows(
-            around(self.input_ids_ST, *constant(pad_id)),
-            around(self.position_ids_ST, torch.arange(left), torch.arange(right)),
-            around(self.counted_ST, *constant(0)),
-            around(self.labels_ST, *constant(NO_LABEL)),
-        )
-
 
 def _order(windows: int, seed: int, epoch: int) -> Tensor:
     """A permutation of the windows, int64 [S], from (seed, epoch) alone."""

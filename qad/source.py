@@ -233,7 +233,16 @@ def _header(path: Path) -> dict[str, TensorInfo]:
 def _hash(path: Path) -> str:
     """A hub cache names its blobs by their sha256; elsewhere the bytes are read."""
     blob = path.resolve().name
-    return blob if re.fullmatch(r"[0-9a-f]{64}", blob) else sha256_file(path)
+    if re.fullmatch(r"[0-9a-f]{64}", blob):
+        return blob
+    stat = path.stat()
+    return _hash_once(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _hash_once(path: Path, size: int, modified: int) -> str:
+    """Several arms of one run open the same source: its bytes are read once while size and modification time stay."""
+    return sha256_file(path)
 
 
 def _snapshot_name(folder: Path) -> str:

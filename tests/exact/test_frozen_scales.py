@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from weight_cases import BITS, ONE, make_weight, needs_compiler
 
 from qad import nvfp4
-from qad.compiled import compilation, compiler_available
+from qad.compiled import compilation
 from qad.scale_search import STRATEGIES, search_scales
 
-pytestmark = pytest.mark.exact
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of eager calls on tiny tensors: a second thread only waits, the more so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-ONE = torch.tensor(1.0)
+pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 
 
 def weights(name: str) -> torch.Tensor:
-    g = torch.Generator().manual_seed(13)
-    w = torch.randn(32, 96, generator=g)
-    match name:
-        case "normal":
-            return w
-        case "outliers":
-            w[3, 5], w[10, 70] = 300.0, -2000.0
-            return w
-        case "tiny blocks":
-            w[:, 16:64] *= 1e-7
-            return w
-        case "zero blocks":
-            w[5], w[:, 32:48] = 0.0, 0.0
-            return w
-        case "all zero":
-            return torch.zeros_like(w)
-    raise AssertionError(name)
+    return make_weight(name, (32, 96), seed=13)
 
 
 NAMES = ["normal", "outliers", "tiny blocks", "zero blocks", "all zero"]
@@ -108,10 +78,9 @@ def test_fake_quantize_is_dequantize_of_quantize(name: str, dtype: torch.dtype, 
     assert torch.equal(fake.view(BITS[dtype]), decoded.view(BITS[dtype]))
 
 
+@needs_compiler
 @pytest.mark.parametrize("how", MOVES)
 def test_the_compiled_form_has_the_same_bits(how: str) -> None:
-    if not compiler_available("cpu"):
-        pytest.skip("no C++ compiler")
     frozen = search_scales({"m": weights("normal")}, "mse")["m"]
     weight = moved(weights("normal"), how)
     results = []

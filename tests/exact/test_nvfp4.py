@@ -6,19 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from weight_cases import BITS, ONE, make_weight, needs_compiler, same_bits
 
 from qad import nvfp4
-from qad.compiled import compilation, compiler_available
+from qad.compiled import compilation
 
 pytestmark = pytest.mark.exact
-
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-ONE = torch.tensor(1.0)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    assert a.dtype == b.dtype
-    return torch.equal(a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype]))
 
 
 def codes_of(values: list[float], block_amax: float = 6.0) -> list[int]:
@@ -30,31 +23,7 @@ def codes_of(values: list[float], block_amax: float = 6.0) -> list[int]:
 
 
 def weights(name: str) -> torch.Tensor:
-    g = torch.Generator().manual_seed(7)
-    w = torch.randn(48, 160, generator=g)
-    match name:
-        case "normal":
-            return w
-        case "outliers":
-            w[3, 5], w[10, 100] = 300.0, -2000.0
-            return w
-        case "tiny blocks":
-            w[:, 16:64] *= 1e-7
-            return w
-        case "zero blocks":
-            w[5], w[:, 32:48] = 0.0, 0.0
-            return w
-        case "all zero":
-            return torch.zeros_like(w)
-        case "huge":
-            return w * 1e35
-        case "near-denormal":
-            return w * 1e-34
-        case "signed zeros":
-            return torch.where(w > 0, 0.0, -0.0) + 0.001 * w
-        case "lognormal":
-            return torch.exp(3 * w) * torch.sign(torch.randn(48, 160, generator=g))
-    raise AssertionError(name)
+    return make_weight(name, (48, 160), seed=7)
 
 
 NAMES = ["normal", "outliers", "tiny blocks", "zero blocks", "all zero", "huge", "signed zeros", "lognormal"]
@@ -262,10 +231,9 @@ def test_fake_quantize_is_dequantize_of_quantize(name: str, dtype: torch.dtype) 
     assert same_bits(nvfp4.fake_quantize(weight), nvfp4.dequantize(nvfp4.quantize(weight), dtype))
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", [*NAMES, "near-denormal"])
 def test_the_compiled_form_has_the_same_bits(name: str) -> None:
-    if not compiler_available("cpu"):
-        pytest.skip("no C++ compiler")
     weight = weights(name)
     with compilation(True):
         fake, q, x = (

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from weight_cases import make_weight, needs_compiler
 
 from qad import nvfp4
-from qad.compiled import compilation, compiler_available
+from qad.compiled import compilation
 from qad.errors import SourceError
 from qad.scale_search import STRATEGIES, search_scales
 
-pytestmark = pytest.mark.exact
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of eager calls on tiny tensors: a second thread only waits, the more so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 
 
 FP32 = np.float32
@@ -31,35 +21,7 @@ CANDIDATES = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).ast
 
 
 def weights(name: str) -> torch.Tensor:
-    g = torch.Generator().manual_seed(11)
-    w = torch.randn(24, 96, generator=g)
-    match name:
-        case "normal":
-            return w
-        case "bf16":
-            return w.bfloat16()
-        case "grid":  # global scale 1: every error is exact, and some are equal
-            w = torch.randint(-12, 13, w.shape, generator=g) / 2.0
-            w[0, 0] = 2688.0
-            return w
-        case "outliers":
-            w[3, 5], w[10, 70] = 300.0, -2000.0
-            return w
-        case "tiny blocks":
-            w[:, 16:64] *= 1e-7
-            return w
-        case "zero blocks":
-            w[5], w[:, 32:48] = 0.0, 0.0
-            return w
-        case "all zero":
-            return torch.zeros_like(w)
-        case "huge":
-            return w * 1e35
-        case "small":
-            return w * 1e-25  # squares of these are zero in FP32
-        case "near-denormal":
-            return w * 1e-34
-    raise AssertionError(name)
+    return make_weight(name, (24, 96), seed=11)
 
 
 NAMES = ["normal", "bf16", "grid", "outliers", "tiny blocks", "zero blocks", "all zero", "huge", "small"]
@@ -196,11 +158,10 @@ def test_four_over_six_normalises_by_256_and_takes_six_of_a_tie() -> None:
 # --- both ---
 
 
+@needs_compiler
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [*NAMES, "near-denormal"])
 def test_the_compiled_search_finds_the_same_bytes(name: str, strategy: str) -> None:
-    if not compiler_available("cpu"):
-        pytest.skip("no C++ compiler")
     weight = weights(name)
     with compilation(True):
         fast = search_scales({"m": weight}, strategy)["m"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from padding import padded
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from qad.artifact import run_stage
 from qad.calibrate import Calibration, calibrate
 from qad.cli import main
 from qad.errors import SourceError, UsageError
-from qad.experts import Experts, has_experts, split_experts
+from qad.experts import Experts, split_experts
 from qad.fusion import input_scale_groups
 from qad.loader import DTYPES, load_model, load_skeleton
 from qad.packing import Windows
@@ -74,7 +75,7 @@ def test_split_experts_have_the_checkpoints_names_and_compute_the_same_bits(moe_
         split_experts(model)
         assert torch.equal(bits(model(ids).logits), bits(expected))
     assert {name for name, _ in model.named_parameters()} == set(open_checkpoint(moe_dir).tensors)
-    assert has_experts(model)
+    assert any(isinstance(module, Experts) for module in model.modules())
     before = {name: id(module) for name, module in model.named_modules()}
     split_experts(model)
     assert {name: id(module) for name, module in model.named_modules()} == before
@@ -127,7 +128,7 @@ def test_experts_fused_in_a_way_of_their_own_are_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes))
     split_experts(model)
-    assert not has_experts(model)
+    assert not any(isinstance(module, Experts) for module in model.modules())
     with pytest.raises(UsageError, match=r"experts.*3-D parameter.*not supported"):
         select(model, "NVFP4")
 
@@ -191,8 +192,8 @@ def test_padding_is_not_observed_inside_experts(moe_dir: Path) -> None:
     model = load_model(source, "float32", "cpu")
     given = text()
     alone = calibrate(model, selection, given).input_scales
-    for padded in (given.padded(8, 3, 7), given.padded(0, 5, 400)):
-        found: Calibration = calibrate(model, selection, padded)
+    for wider in (padded(given, 8, 3, 7), padded(given, 0, 5, 400)):
+        found: Calibration = calibrate(model, selection, wider)
         for name, scale in alone.items():
             torch.testing.assert_close(found.input_scales[name], scale, rtol=1e-5, atol=0)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from padding import padded
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -99,9 +100,9 @@ def test_scales_differ_between_layers_and_none_is_the_default(make_llama: Callab
 
 def test_padding_is_not_observed(source: Checkpoint) -> None:
     alone = found(source, "calibrated").kv_scales
-    padded = found(source, "calibrated", text().padded(5, 9, 400)).kv_scales
+    wider = found(source, "calibrated", padded(text(), 5, 9, 400)).kv_scales
     for name, scale in alone.items():
-        torch.testing.assert_close(padded[name], scale, rtol=1e-5, atol=0)
+        torch.testing.assert_close(wider[name], scale, rtol=1e-5, atol=0)
 
 
 def test_policies() -> None:

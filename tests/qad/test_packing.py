@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from padding import padded
 
 from qad.errors import DataError
 from qad.loader import load_model, load_tokenizer
@@ -158,15 +159,15 @@ def test_padding_counts_nowhere_and_no_real_token_attends_to_it(tiny_llama_dir: 
     with torch.no_grad():
         alone = model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False).last_hidden_state
     for left, right in ((0, 0), (64, 0), (0, 64), (1, 1)):
-        padded = windows.padded(left, right, 0)
+        wider = padded(windows, left, right, 0)
         inside = slice(left, left + 48)
-        assert padded.input_ids_ST.shape == (3, left + 48 + right)
-        assert torch.equal(padded.counted_ST[:, inside], windows.counted_ST)
-        assert torch.equal(padded.labels_ST[:, inside], windows.labels_ST)
-        assert padded.counted == windows.counted
-        assert (padded.labels_ST != NO_LABEL).sum() == (windows.labels_ST != NO_LABEL).sum()
+        assert wider.input_ids_ST.shape == (3, left + 48 + right)
+        assert torch.equal(wider.counted_ST[:, inside], windows.counted_ST)
+        assert torch.equal(wider.labels_ST[:, inside], windows.labels_ST)
+        assert wider.counted == windows.counted
+        assert (wider.labels_ST != NO_LABEL).sum() == (windows.labels_ST != NO_LABEL).sum()
         with torch.no_grad():
-            hidden = model(padded.input_ids_ST, position_ids=padded.position_ids_ST, use_cache=False).last_hidden_state
+            hidden = model(wider.input_ids_ST, position_ids=wider.position_ids_ST, use_cache=False).last_hidden_state
         torch.testing.assert_close(hidden[:, inside], alone, rtol=1e-4, atol=1e-5)
 
 

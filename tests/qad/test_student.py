@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from padding import padded
 
 from qad import nvfp4
 from qad.arm import Arm, group_global_scale, open_arm, quantize_group, write_arm
@@ -188,9 +189,14 @@ def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Ch
 
     unused = max(sorted(set(range(512)) - set(windows.input_ids_ST.flatten().tolist()))[:12], key=over)
     assert over(unused) > 1.05
-    for padded in (windows, windows.padded(64, 0, unused), windows.padded(0, 64, unused), windows.padded(7, 9, unused)):
+    for wider in (
+        windows,
+        padded(windows, 64, 0, unused),
+        padded(windows, 0, 64, unused),
+        padded(windows, 7, 9, unused),
+    ):
         for batch_size in (1, 4):
-            scales = calibrate(model, selection, padded, batch_size=batch_size).input_scales
+            scales = calibrate(model, selection, wider, batch_size=batch_size).input_scales
             for name, scale in alone.items():
                 torch.testing.assert_close(scales[name], scale, rtol=1e-6, atol=0)
 
