@@ -32,7 +32,12 @@ def arm_label(arm: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """What computed the numbers. `emulated`: the FP4 arithmetic was simulated, so speed says nothing of Blackwell."""
+    """What computed the numbers. `emulated`: the FP4 arithmetic was simulated, so speed says nothing of Blackwell.
+
+    native_fp4: whether FP4 matrix units multiplied. False: FP4 weights, other arithmetic (weight-only fallback,
+    emulation). None: the model has no FP4 weights, or the engine did not say. kernel_path and native_fp4 come from what
+    the engine reports, never from the name of the device.
+    """
 
     name: str
     version: str
@@ -40,9 +45,33 @@ class Engine:
     device: str
     kernel_path: str
     emulated: bool
+    native_fp4: bool | None = None
 
 
 # --- memory --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """What a running engine says about its memory, all workers together where it says so. Unknown is None, never 0.
+
+    weights_bytes    of the weights after load          kv_cache_bytes, kv_cache_tokens   what the cache was given
+    max_concurrency  sequences of max_model_len tokens that fit in the cache at once
+    activation_bytes peak while profiling               other_bytes   CUDA graphs and what else the engine names
+    process_bytes    of the server's process tree, by process_method: PSS (RAM, shared pages divided), RSS, or NVML (GPU).
+                     It contains what a server allocates in advance, so it says nothing about what a model needs.
+    """
+
+    weights_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_dtype: str | None = None
+    max_concurrency: float | None = None
+    max_model_len: int | None = None
+    activation_bytes: int | None = None
+    other_bytes: int | None = None
+    process_bytes: int | None = None
+    process_method: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,5 +32,9 @@ class BrokenCheckpointError(QadError):
     exit_code = 1
 
 
+class EngineError(QadError):
+    """A serving engine did not start, ended early, or does not answer."""
+
+
 class StorageError(QadError):
     """Writing failed (disk full, read-only). What was written so far is kept aside and continues next time."""

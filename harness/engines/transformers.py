@@ -11,6 +11,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+from harness.engines.declared import algorithm_of
 from harness.records import Engine
 from qad.errors import UsageError
 from qad.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
@@ -42,7 +43,7 @@ def load(folder: Path, dtype: str, device: str) -> LoadedModel:
     checkpoint = open_checkpoint(folder, allow_quantized=True)
     tokenizer = load_tokenizer(checkpoint.folder)
     model = load_model(checkpoint, dtype, device)
-    algorithm = quantized_algorithm(checkpoint.config)
+    algorithm = algorithm_of(checkpoint.config)
     return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm))
 
 
@@ -59,14 +60,6 @@ def require_device(device: str) -> None:
         raise UsageError(f"device {device} is not there: this machine has {count} CUDA devices; use cpu")
 
 
-def quantized_algorithm(config: dict[str, Any]) -> str | None:
-    """The quantization a folder's config.json declares (NVFP4, W4A16_NVFP4, ...), None for a plain model."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return None
-    return str(quantization.get("quant_algo") or quantization.get("format") or quantization.get("quant_method"))
-
-
 def describe(model: Any, dtype: str, device: str, algorithm: str | None) -> Engine:
     """The record's engine entry. transformers has no NVFP4 kernels, so a quantized folder is always emulated."""
     attention = getattr(model.config, "_attn_implementation", None) or "unknown"
@@ -79,6 +72,7 @@ def describe(model: Any, dtype: str, device: str, algorithm: str | None) -> Engi
         device=_device_name(device),
         kernel_path=path,
         emulated=algorithm is not None,
+        native_fp4=False if algorithm else None,
     )
 
 

@@ -1,0 +1,74 @@
+"""A server as a process tree: started under a supervisor, never left behind.
+
+The harness starts `supervisor.py` in a session of its own (so Ctrl-C reaches the harness alone), which starts the server.
+A pipe between the two is all that holds the tree alive: see there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+GRACE_S = 15.0  # a server frees its devices in that time; then it is killed
+TAIL_LINES = 30
+
+
+class ServerProcess:
+    """A command and what it starts. `log`: its standard output and error, as it comes."""
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = GRACE_S
+    ) -> None:
+        """Start `command` with exactly `environment`."""
+        self.log, self.grace_s = log, grace_s
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-P", str(SUPERVISOR), str(grace_s), *command],
+                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor: the root of the tree."""
+        return self._supervisor.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._supervisor.poll()
+
+    def tree(self) -> list[psutil.Process]:
+        """The server's processes, without the supervisor; empty once it has ended."""
+        try:
+            return list(psutil.Process(self.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of the log."""
+        try:
+            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """End the whole tree and wait until it is gone. May be called twice."""
+        left = self.tree()
+        if self._supervisor.stdin and not self._supervisor.stdin.closed:
+            self._supervisor.stdin.close()
+        try:
+            self._supervisor.wait(self.grace_s + 10)
+        except subprocess.TimeoutExpired:
+            left += self.tree()
+            self._supervisor.kill()
+            self._supervisor.wait()
+        for process in left:  # only where the supervisor was killed from outside
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(left, timeout=5)

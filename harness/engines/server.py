@@ -1,0 +1,168 @@
+"""Serve a checkpoint folder with an engine: `with serve("vllm", folder, log=...) as server`.
+
+The server is a child process in the engine's own environment, on 127.0.0.1 and a free port, and is gone when the block is
+left, however that happens. What computes the numbers is read from what the engine says, never inferred from the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from harness.engines import vllm
+from harness.engines.environment import engine_python
+from harness.engines.process import ServerProcess
+from harness.engines.tree_memory import tree_memory
+from harness.records import Engine, EngineMemory
+from qad.errors import EngineError, UsageError
+
+HOST = "127.0.0.1"
+PORT_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server that answers. base_url: of the OpenAI API (.../v1). model: the name requests give. pid: root of the tree."""
+
+    base_url: str
+    model: str
+    engine: Engine
+    log: Path
+    pid: int
+    facts: EngineMemory
+
+
+class Adapter(Protocol):
+    """What an engine's module offers: how it is started, and how to read what it says about itself."""
+
+    NAME: str
+
+    def command(
+        self, python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]
+    ) -> list[str]:
+        """The command line of its server on 127.0.0.1:port."""
+
+    def environment(self, python: Path) -> dict[str, str]:
+        """Variables to set beside the harness's own."""
+
+    def describe(self, log: str, version: str | None, folder: Path) -> Engine:
+        """The record's engine entry, from the log."""
+
+    def memory(self, log: str, metrics: str) -> EngineMemory:
+        """What log and /metrics say about memory; None where they say nothing."""
+
+
+ADAPTERS: dict[str, Adapter] = {"vllm": vllm}
+
+
+@contextlib.contextmanager
+def serve(
+    engine_name: str,
+    folder: Path,
+    *,
+    log: Path,
+    python: str | None = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    options: Sequence[str] = (),
+    ready_s: float = 600,
+) -> Iterator[Server]:
+    """Start a server for `folder`, wait until it is ready, and end its process tree when the block is left.
+
+    log: file for what the server prints. python: interpreter of the engine's environment (default: see `engine_python`).
+    dtype: auto, bfloat16 or float32. options: further arguments of the engine's own command line. No remote code is run
+    unless an option says so. ready_s: seconds until it must answer.
+
+    Raises UsageError where the engine or the folder is not there, EngineError with the log's last lines where the server
+    ends early or is not ready in time.
+    """
+    adapter = ADAPTERS.get(engine_name)
+    if adapter is None:
+        raise UsageError(f"engine {engine_name!r} has no server: use one of {', '.join(ADAPTERS)}")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no config.json: give a Hugging Face model folder")
+    interpreter = engine_python(engine_name, python)
+    for attempt in range(PORT_TRIES):
+        port = _free_port()
+        command = adapter.command(interpreter, folder.absolute(), port, dtype, max_model_len, options)
+        process = ServerProcess(command, log=log, environment={**os.environ, **adapter.environment(interpreter)})
+        try:
+            if not _ready(process, port, ready_s, retry=attempt + 1 < PORT_TRIES):
+                continue
+            yield _server(adapter, process, port, folder)
+            return
+        finally:
+            process.stop()
+
+
+def get(url: str, timeout_s: float = 10.0) -> str:
+    """The body of an HTTP GET on this machine, without any proxy. Raises OSError."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=timeout_s) as answer:
+        return str(answer.read().decode("utf-8", errors="replace"))
+
+
+def _server(adapter: Adapter, process: ServerProcess, port: int, folder: Path) -> Server:
+    root = f"http://{HOST}:{port}"
+    models = json.loads(get(f"{root}/v1/models"))["data"]
+    log = process.log.read_text(encoding="utf-8", errors="replace")
+    facts = adapter.memory(log, _optional(f"{root}/metrics"))
+    engine = adapter.describe(log, _version(_optional(f"{root}/version")), folder)
+    measured = tree_memory(process.tree(), gpu=engine.device.startswith("cuda"))
+    facts = dataclasses.replace(facts, process_bytes=measured.bytes, process_method=measured.method)
+    return Server(f"{root}/v1", str(models[0]["id"]), engine, process.log, process.pid, facts)
+
+
+def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bool:
+    """Wait until the server answers. False: another program took the port meanwhile, and `retry` allows another one."""
+    deadline = time.monotonic() + ready_s
+    while time.monotonic() < deadline:
+        code = process.exit_code
+        if code is not None:
+            if retry and re.search("address already in use", process.tail(), re.IGNORECASE):
+                return False
+            raise EngineError(
+                f"the server ended with code {code} before it was ready; its last lines:\n{process.tail()}"
+            )
+        if _answers(f"http://{HOST}:{port}/health") and process.exit_code is None:
+            return True
+        time.sleep(0.2)
+    raise EngineError(f"the server was not ready after {ready_s:g} s; its last lines:\n{process.tail()}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        get(url, timeout_s=5)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _optional(url: str) -> str:
+    try:
+        return get(url)
+    except (OSError, ValueError):
+        return ""
+
+
+def _version(answer: str) -> str | None:
+    try:
+        return str(json.loads(answer)["version"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
