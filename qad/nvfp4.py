@@ -257,10 +257,9 @@ def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
 # --- activations ---------------------------------------------------------------------------------
 
 
-def _fake_quantize_activation_blocks(x_B16: Tensor, input_scale: Tensor) -> Tensor:
+def _fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tensor:
     dtype = x_B16.dtype
     x_B16 = x_B16.float()
-    encode_scale = 1.0 / input_scale
     block_amax = x_B16.abs().amax(dim=-1, keepdim=True)
     # The amax is not negative, so vLLM's lower clamp at -448 is moot.
     scale = round_to_e4m3((encode_scale * (block_amax * _ONE_SIXTH)).clamp(max=E4M3_MAX))
@@ -282,8 +281,14 @@ def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
     Source: vLLM 0.32, nvfp4_emulation_utils.ref_nvfp4_quant_dequant.
     Raises ValueError for K not divisible by 16.
     """
+    return fake_quantize_activation_encoded(x, 1.0 / _scalar(input_scale, x.device))
+
+
+def fake_quantize_activation_encoded(x: Tensor, encode_scale: Tensor) -> Tensor:
+    """`fake_quantize_activation` by the FP32 scalar 1 / input_scale, which compressed-tensors checkpoints store and an
+    engine holds: a second reciprocal could change its last bit."""
     _require_blocks(x, "activation")
-    return _StraightThrough.apply(x, _fake_quantize_activation_blocks, _scalar(input_scale, x.device))
+    return _StraightThrough.apply(x, _fake_quantize_activation_blocks, _scalar(encode_scale, x.device))
 
 
 def saturated_blocks(x: Tensor, input_scale: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""Run by vLLM's own Python: greedy tokens, log-probabilities and outputs of single layers, for the parent to compare.
+
+    python -m harness.engines.vllm_child JOBS.json
+
+JOBS.json is a list of `Job`s. Of each, OUT holds TOKENS and LOGPROBS of every prompt and LAYER of every module asked for,
+as safetensors, with the engine's facts as metadata. One process may open several folders, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS, LOGPROBS, LAYER = "tokens.{}", "logprobs.{}", "layer.{}"
+KERNEL_WORDS = ("NVFP4", "NvFp4", "FP4 computation", "FP8 MoE", "for ModelOptFp8")
+_WEIGHT_LEAF = "weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to ask of one checkpoint folder.
+
+    prompts      token ids; new_tokens: how many are generated after each, greedily
+    dtype        compute dtype; eager: without torch.compile
+    layers       safetensors of inputs [t, K] by the checkpoint's name of a Linear, or None
+    overrides    what is read differently from config.json, such as another quantization_config
+    out          safetensors file to write
+    """
+
+    folder: str
+    prompts: list[list[int]]
+    new_tokens: int
+    dtype: str
+    eager: bool
+    layers: str | None
+    overrides: dict[str, Any]
+    out: str
+
+
+def main(argv: list[str]) -> int:
+    jobs = [Job(**raw) for raw in json.loads(Path(argv[0]).read_text())]
+    with kernel_lines() as lines:
+        for job in jobs:
+            run(job, lines)
+    return 0
+
+
+@contextlib.contextmanager
+def kernel_lines() -> Iterator[list[str]]:
+    """What vLLM's log says about kernels inside the block, each line once."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = record.getMessage()
+            if any(word in line for word in KERNEL_WORDS) and line not in lines and len(line) < 400:
+                lines.append(line)
+
+    import vllm  # noqa: F401  (sets its loggers up)
+
+    keep = Keep()
+    logging.getLogger("vllm").addHandler(keep)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("vllm").removeHandler(keep)
+
+
+def run(job: Job, lines: list[str]) -> None:
+    """Open the folder, answer, close it."""
+    import vllm
+    from safetensors.torch import load_file, save_file
+    from vllm.platforms import current_platform
+
+    longest = max(map(len, job.prompts)) + job.new_tokens
+    llm = vllm.LLM(
+        job.folder, dtype=job.dtype, enforce_eager=job.eager, skip_tokenizer_init=True, max_logprobs=-1, seed=0,
+        max_model_len=longest + 1, max_num_seqs=max(2, len(job.prompts)), enable_prefix_caching=False,
+        hf_overrides=job.overrides or None, disable_log_stats=True,
+    )  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    for number, prompt in enumerate(job.prompts):
+        tensors |= {name.format(number): value for name, value in answer(llm, prompt, job.new_tokens).items()}
+    if job.layers:
+        inputs = load_file(job.layers)
+        for outputs in llm.apply_model(lambda model: layer_outputs(model, inputs)):
+            tensors |= {LAYER.format(name): value for name, value in outputs.items()}
+    facts = {
+        "vllm": vllm.__version__, "torch": torch.__version__, "device": str(current_platform.device_type),
+        "kernels": json.dumps(lines),
+    }  # fmt: skip
+    save_file(tensors, job.out, metadata=facts)
+    del llm
+    _close()
+
+
+def answer(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Tensor]:
+    """TOKENS int64 [new], LOGPROBS float32 [T - 1 + new, V]: of the token behind each position, prompt included."""
+    import vllm
+
+    asked = vllm.SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
+        logprobs=-1, prompt_logprobs=-1,
+    )  # fmt: skip
+    (request,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    output = request.outputs[0]
+    rows = torch.cat([_table(request.prompt_logprobs), _table(output.logprobs)])
+    return {TOKENS: torch.tensor(list(output.token_ids), dtype=torch.int64), LOGPROBS: rows}
+
+
+def _table(flat: Any) -> Tensor:
+    """vLLM's flat log-probabilities over the whole vocabulary -> float32 [positions, V]. A first prompt token has none."""
+    spans = [(a, b) for a, b in zip(flat.start_indices, flat.end_indices, strict=True) if b > a]
+    ids, values = torch.tensor(flat.token_ids), torch.tensor(flat.logprobs, dtype=torch.float32)
+    vocabulary = int(ids.max()) + 1
+    table = torch.full((len(spans), vocabulary), float("nan"))
+    for row, (a, b) in zip(table, spans, strict=True):
+        row[ids[a:b]] = values[a:b]
+    return table
+
+
+def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Output [t, N] of every Linear whose input is given, alone and without bias of a later layer; fused ones are taken
+    apart into the checkpoint's names."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    found = {}
+    with torch.inference_mode():
+        for name, module in model.named_modules():
+            parent, _, leaf = name.rpartition(".")
+            members = [f"{parent}.{member}" for member in fused.get(leaf, [leaf])]
+            method = getattr(module, "quant_method", None)
+            if members[0] not in inputs or not hasattr(method, "apply") or not hasattr(module, "logical_widths"):
+                continue
+            dtype, device = _place(module)
+            x = inputs[members[0]].to(device=device, dtype=dtype)
+            y = method.apply(module, x, getattr(module, "bias", None))
+            parts = y.split(list(module.logical_widths), dim=-1) if len(members) > 1 else [y]
+            found |= {m: part.float().cpu().contiguous() for m, part in zip(members, parts, strict=True)}
+    return found
+
+
+def _place(module: Any) -> tuple[torch.dtype, torch.device]:
+    weight = getattr(module, _WEIGHT_LEAF)
+    return (weight.dtype if weight.is_floating_point() else torch.get_default_dtype()), weight.device
+
+
+def _close() -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""The entry point: what is registered with vLLM, and when.
+
+vLLM calls `register` in each of its processes, and may do so more than once. Nothing of vLLM is imported before.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+SUPPORTED = ("0.32",)  # series of vLLM this was written against and is tested with
+EMULATED = "NVFP4 is emulated on this CPU: its values, not its speed or memory. Weights are decoded once, to %s."
+_LOGGER = logging.getLogger("vllm.qad_nvfp4")  # below vLLM's own, whose handlers print it
+
+
+def register() -> None:
+    """Make vLLM open NVFP4 checkpoints on a CPU. Does nothing on another platform, or where it was done already.
+
+    On a version of vLLM outside of SUPPORTED it registers nothing and says so: what it reaches into may have changed.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    if not supported(_version()):
+        _LOGGER.warning(
+            "NVFP4 on CPUs is tested with vLLM %s and this is %s: not registered, NVFP4 checkpoints will be refused",
+            ", ".join(f"{series}.x" for series in SUPPORTED), _version(),
+        )  # fmt: skip
+        return
+    _register_linear()
+    _register_experts()
+    _allow_float32()
+
+
+def supported(version: str) -> bool:
+    """True for a release, candidate or local build of a series in SUPPORTED."""
+    return any(version == series or version.startswith(f"{series}.") for series in SUPPORTED)
+
+
+@functools.cache
+def say_emulated(dtype: object) -> None:
+    """Once a process, in vLLM's log."""
+    _LOGGER.warning(EMULATED, str(dtype).removeprefix("torch."))
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _register_linear() -> None:
+    """W4A4 has a place for kernels of other platforms. W4A16 asks for one by its class: that name is bound again."""
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.platforms import PlatformEnum
+
+    from harness.engines.vllm_cpu.linear import CpuNvFp4LinearKernel
+
+    if CpuNvFp4LinearKernel in kernels._POSSIBLE_NVFP4_KERNELS.get(PlatformEnum.CPU, []):
+        return
+    kernels.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    kernels.MarlinNvFp4LinearKernel = CpuNvFp4LinearKernel
+
+
+def _register_experts() -> None:
+    """Experts are chosen by backend; the one that emulates gets ours in place of the Triton kernels a CPU cannot run."""
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
+
+    from harness.engines.vllm_cpu.experts import EXPERTS
+
+    def kernels_of(backend: Any) -> list[type[Any]]:
+        return list(EXPERTS) if backend == oracle.NvFp4MoeBackend.EMULATION else original(backend)
+
+    original = oracle.backend_to_kernel_cls
+    if getattr(original, "qad", False):
+        return
+    kernels_of.qad = True  # type: ignore[attr-defined]
+    oracle.backend_to_kernel_cls = kernels_of
+
+
+def _allow_float32() -> None:
+    """FP32, in which two implementations can be compared, is missing from ModelOpt's list of compute dtypes."""
+    import torch
+    from vllm.model_executor.layers.quantization import modelopt
+
+    def allowing(original: Any) -> Any:
+        def get_supported_act_dtypes(self: Any) -> list[torch.dtype]:
+            return [*original(self), torch.float32]
+
+        get_supported_act_dtypes.qad = True  # type: ignore[attr-defined]
+        return get_supported_act_dtypes
+
+    for config in (modelopt.ModelOptNvFp4Config, modelopt.ModelOptMixedPrecisionConfig, modelopt.ModelOptFp8Config):
+        if not getattr(config.get_supported_act_dtypes, "qad", False):
+            config.get_supported_act_dtypes = allowing(config.get_supported_act_dtypes)
