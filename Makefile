@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test lint bench vllm-env clean
+.PHONY: setup demo test test-in-vllm lint bench vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -42,10 +42,13 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/step.py $(MODEL)
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
+	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi
 
-# Not yet run to its end. Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
+# Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.
-vllm-env:
+vllm-env: $(VLLM_VENV)/.done
+
+$(VLLM_VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)"
@@ -53,6 +56,12 @@ vllm-env:
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	$(VLLM_VENV)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
+	touch $@
+
+# What compares with vLLM's own classes runs in its environment. The others, `-m engine`, are part of `make test`.
+test-in-vllm: vllm-env
+	REQUIRE=in_vllm $(VLLM_VENV)/bin/python -m pytest -q -o filterwarnings=default -m in_vllm \
+		tests/engines/test_exclusion_rules.py tests/exact/test_activations.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) runs models build *.egg-info

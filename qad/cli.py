@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
-    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput"])
+    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput", "parity"])
     sub.add_argument("folder", type=Path, metavar="HF_DIR")
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON record to write")
     sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
@@ -107,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks", default="qad_agreement,qad_facts,qad_phrases", help="accuracy: comma-separated task names"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
+    sub.add_argument("--engine", default="vllm", help="parity: the engine to compare (default: vllm)")
+    sub.add_argument("--python", metavar="PATH", help="parity: the engine's Python (default: QAD_VLLM_PYTHON, .venv-vllm)")
+    sub.add_argument("--new-tokens", type=int, default=32, help="parity: tokens to generate per prompt (default: 32)")
+    sub.add_argument("--long-tokens", type=int, default=0, help="parity: length of one more prompt (default: none)")
+    sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
 
@@ -265,6 +270,8 @@ def _fixed(args: argparse.Namespace) -> Path:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    if args.kind == "parity":
+        return _parity(args)
     from qad.config import parse_section
     from qad.measuring import measure_folder
 
@@ -279,6 +286,25 @@ def _measure(args: argparse.Namespace) -> int:
                    dtype=args.dtype, seed=args.seed)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
+
+
+def _parity(args: argparse.Namespace) -> int:
+    from qad.parity import measure_parity
+
+    if args.new_tokens < 1 or args.long_tokens < 0:
+        raise UsageError(f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more")
+    data = measure_parity(
+        args.folder, args.out, engine=args.engine, python=args.python, arm=args.arm, dtype=args.dtype,
+        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
+    )  # fmt: skip
+    for line in data.failures:
+        _say(f"parity: {line}")
+    worst = max((p.max_difference for p in data.prompts if p.max_difference is not None), default=float("nan"))
+    equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
+    _say(f"parity {'holds' if data.holds else 'fails'}: log-probabilities at most {worst:.2g} nats apart, {equal} of "
+         f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    _say(f"record: {args.out}")
+    return 0 if data.holds else 1
 
 
 def _compare(args: argparse.Namespace) -> int:

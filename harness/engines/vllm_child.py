@@ -8,13 +8,10 @@ as safetensors, with the engine's facts as metadata. One process may open severa
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,6 @@ import torch
 from torch import Tensor
 
 TOKENS, LOGPROBS, LAYER = "tokens.{}", "logprobs.{}", "layer.{}"
-KERNEL_WORDS = ("NVFP4", "NvFp4", "FP4 computation", "FP8 MoE", "for ModelOptFp8")
-_WEIGHT_LEAF = "weight"
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -49,34 +43,12 @@ class Job:
 
 def main(argv: list[str]) -> int:
     jobs = [Job(**raw) for raw in json.loads(Path(argv[0]).read_text())]
-    with kernel_lines() as lines:
-        for job in jobs:
-            run(job, lines)
+    for job in jobs:
+        run(job)
     return 0
 
 
-@contextlib.contextmanager
-def kernel_lines() -> Iterator[list[str]]:
-    """What vLLM's log says about kernels inside the block, each line once."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            line = record.getMessage()
-            if any(word in line for word in KERNEL_WORDS) and line not in lines and len(line) < 400:
-                lines.append(line)
-
-    import vllm  # noqa: F401  (sets its loggers up)
-
-    keep = Keep()
-    logging.getLogger("vllm").addHandler(keep)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("vllm").removeHandler(keep)
-
-
-def run(job: Job, lines: list[str]) -> None:
+def run(job: Job) -> None:
     """Open the folder, answer, close it."""
     import vllm
     from safetensors.torch import load_file, save_file
@@ -95,10 +67,7 @@ def run(job: Job, lines: list[str]) -> None:
         inputs = load_file(job.layers)
         for outputs in llm.apply_model(lambda model: layer_outputs(model, inputs)):
             tensors |= {LAYER.format(name): value for name, value in outputs.items()}
-    facts = {
-        "vllm": vllm.__version__, "torch": torch.__version__, "device": str(current_platform.device_type),
-        "kernels": json.dumps(lines),
-    }  # fmt: skip
+    facts = {"vllm": vllm.__version__, "torch": torch.__version__, "device": str(current_platform.device_type)}
     save_file(tensors, job.out, metadata=facts)
     del llm
     _close()
@@ -130,8 +99,7 @@ def _table(flat: Any) -> Tensor:
 
 
 def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Output [t, N] of every Linear whose input is given, alone and without bias of a later layer; fused ones are taken
-    apart into the checkpoint's names."""
+    """Output [t, N] of every Linear whose input is given, alone; fused ones are taken apart into the checkpoint's names."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     found = {}
     with torch.inference_mode():
@@ -150,7 +118,7 @@ def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _place(module: Any) -> tuple[torch.dtype, torch.device]:
-    weight = getattr(module, _WEIGHT_LEAF)
+    weight = module.weight
     return (weight.dtype if weight.is_floating_point() else torch.get_default_dtype()), weight.device
 
 

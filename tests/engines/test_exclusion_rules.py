@@ -1,4 +1,7 @@
-"""Our exclude matchers against vLLM's own configuration classes, which need no GPU, on many drawn lists of patterns."""
+"""Our exclude matchers against vLLM's own configuration classes, which need no GPU, on many drawn lists of patterns.
+
+Run in vLLM's environment: make test-in-vllm.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 from export.exclude import vllm_compressed_tensors_quantizes, vllm_excludes
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.in_vllm
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 LAYERS = [f"model.layers.{number}" for number in (0, 1, 11)]

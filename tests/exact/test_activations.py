@@ -53,7 +53,7 @@ def test_bits_equal_vllm(name: str, compile_: bool) -> None:
     assert torch.equal(actual.view(BITS[x.dtype]), expected.view(BITS[x.dtype]))
 
 
-@pytest.mark.engine
+@pytest.mark.in_vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm-env)")
 @pytest.mark.parametrize("name", CASES)
 def test_the_recording_is_what_the_installed_vllm_computes(name: str) -> None:

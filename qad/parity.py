@@ -1,0 +1,147 @@
+"""`qad measure parity`: one folder in an engine and in the torch reference, compared into a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from qad.artifact import MANIFEST, digest_of, open_artifact, sha256_file
+from qad.errors import UsageError
+from qad.fusion import input_scale_groups, scale_groups
+from qad.loader import default_device, load_tokenizer
+from qad.measuring import folder_identity, write_record
+from qad.source import open_checkpoint
+
+if TYPE_CHECKING:
+    from harness.engines.vllm_scores import Scores
+    from harness.records import ParityData
+
+_GLOBAL = {"weight_scale_2", "weight_global_scale"}
+_INPUT = {"input_scale", "input_global_scale"}
+
+
+def measure_parity(
+    folder: Path, out: Path, *, engine: str, python: str | None, arm: str, dtype: str, new_tokens: int, long_tokens: int,
+    eager: bool = True,
+) -> ParityData:  # fmt: skip
+    """Ask the engine, compare, write the record.
+
+    dtype auto: float32 without a GPU, where the comparison is exact, else bfloat16. long_tokens: length of one more prompt, 0
+    for none. Raises UsageError for what cannot be asked, EngineError where the engine fails on the folder.
+    """
+    from harness.engines.environment import engine_python
+    from harness.engines.vllm import describe
+
+    if engine != "vllm":
+        raise UsageError(f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities")
+    started, source, device = time.monotonic(), open_checkpoint(folder, allow_quantized=True), default_device()
+    dtype = ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
+    interpreter = engine_python("vllm", python)
+    with tempfile.TemporaryDirectory(prefix="qad-parity-") as scratch:
+        scores, data = _compare(folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager)
+    settings = {
+        "engine": engine, "dtype": dtype, "eager": eager, "new_tokens": new_tokens, "long_tokens": long_tokens,
+        "kv_cache": "compute dtype",
+    }  # fmt: skip
+    described = dataclasses.replace(describe(scores.log, scores.version, folder), dtype=dtype, device=scores.device)
+    write_record(out, arm, source.display_name, folder_identity(source), settings, described, data, started)
+    return data
+
+
+def _compare(
+    folder: Path, scratch: Path, python: Path, dtype: str, device: str, new_tokens: int, long_tokens: int, eager: bool
+) -> tuple[Scores, ParityData]:
+    from harness import parity
+    from harness.engines import transformers, vllm_scores
+
+    loaded = transformers.load(_readable(folder, scratch), dtype, device)
+    prompts = parity.prompts(load_tokenizer(folder), new_tokens, _long_text() if long_tokens else "", long_tokens)
+    inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
+    question = vllm_scores.job(
+        folder, scratch / "answer.safetensors", prompts, new_tokens=new_tokens, dtype=dtype, eager=eager, layers=inputs,
+        overrides=plain_cache(folder),
+    )  # fmt: skip
+    (scores,) = vllm_scores.ask(python, [question], scratch)
+    return scores, compared(folder, loaded, prompts, outputs, scores)
+
+
+def compared(
+    folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores
+) -> ParityData:
+    """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
+    from harness import parity
+    from qad.linear import NVFP4Linear
+
+    dtype, wrapped = loaded.engine.dtype, [m for m in loaded.model.modules() if isinstance(m, NVFP4Linear)]
+    activations = any(m.input_scale is not None for m in wrapped)
+    found = []
+    for prompt, tokens, log_probs in zip(prompts, scores.tokens, scores.log_probs, strict=True):
+        swap = not parity.is_exact(dtype, scores.device, activations, len(prompt) + len(tokens))
+        expected = parity.reference(loaded.model, prompt, tokens, swap)
+        found.append(parity.compare_prompt(prompt, tokens, log_probs, expected))
+    return parity.judge(
+        found, parity.compare_layers(scores.layers, outputs), dtype=dtype, device=scores.device,
+        quantizes_activations=activations, log=scores.kernels, other=[*changed_files(folder), *unequal_scales(folder)],
+        reference_=f"transformers {loaded.engine.version}, torch {torch.__version__}, {loaded.engine.kernel_path}",
+    )  # fmt: skip
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Weight files that are not what this tool wrote, a line each; nothing is known of a folder without its manifest."""
+    if not (folder / MANIFEST).is_file():
+        return []
+    files: dict[str, Any] = open_artifact(folder).manifest["files"]
+    return [
+        f"{name} was changed after it was exported (its hash differs from {MANIFEST})"
+        for name, facts in files.items()
+        if name.endswith(".safetensors") and (folder / name).is_file() and sha256_file(folder / name) != facts["sha256"]
+    ]
+
+
+def unequal_scales(folder: Path) -> list[str]:
+    """Scale groups whose members have different global or input scales: an engine has one place for them."""
+    scales: dict[str, dict[str, float]] = {"global scales": {}, "input scales": {}}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                module, _, leaf = name.rpartition(".")
+                kind = "global scales" if leaf in _GLOBAL else "input scales" if leaf in _INPUT else None
+                if kind:
+                    scales[kind][module] = float(file.get_tensor(name))
+    groups = {"global scales": scale_groups, "input scales": input_scale_groups}
+    return [
+        f"{group[0]} and its siblings have unequal {kind}, of which the engine takes one"
+        for kind, found in scales.items()
+        for group in groups[kind](found)
+        if len({found[module] for module in group}) > 1
+    ]
+
+
+def plain_cache(folder: Path) -> dict[str, Any]:
+    """What the engine has to read otherwise to keep K and V in the compute dtype, as the reference does."""
+    quantization = dict(open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {})
+    if not quantization.pop("kv_cache_scheme", None):
+        return {}
+    return {"quantization_config": quantization}
+
+
+def _readable(folder: Path, scratch: Path) -> Path:
+    """The folder itself where `qad.hf` opens it, else its conversion to the layout that it opens."""
+    quantization = open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "compressed-tensors":
+        return folder
+    from export.convert import convert
+
+    return convert(folder, "modelopt", scratch / "modelopt").path
+
+
+def _long_text() -> str:
+    from qad.python_docs import python_docs
+
+    return "\n\n".join(python_docs()[:40])
