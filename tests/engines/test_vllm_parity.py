@@ -26,7 +26,7 @@ from harness.records import ParityData
 from qad.cli import main
 from qad.parity import compared, plain_cache
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:the checkpoint has a quantized KV cache")]
 
 PROMPTS = [[(seed * 37 + place * 101) % 500 + 3 for place in range(16)] for seed in range(2)]
 NEW = 16
