@@ -14,7 +14,7 @@ from torch import Tensor
 
 from export.layout import Layout
 from export.safetensors_writer import Entry
-from qad.arm import Arm, quantize_group
+from qad.arm import Arm
 from qad.errors import ArtifactError
 from qad.selection import Selection
 
@@ -35,7 +35,7 @@ class Unit:
 
 
 def units(arm: Arm, layout: Layout) -> Iterator[Unit]:
-    """Everything an NVFP4 checkpoint of the arm holds, in the source's order.
+    """Everything a quantized checkpoint of the arm holds, in the source's order.
 
     Floating-point tensors that are not quantized become BF16; a tied head is dropped. Raises ArtifactError for an arm
     that quantizes nothing or does not fit its source, before anything is computed. KV scales lie beside their k_proj.
@@ -92,12 +92,11 @@ def _quantized(arm: Arm, selection: Selection, layout: Layout, group: tuple[str,
     entries: list[Entry] = []
     for module in group:
         n, k = selection.modules[module]
-        entries += layout.entries(module, n, k, selection.quantizes_activations)
+        entries += layout.entries(module, n, k, selection.format_of(module))
 
     def make() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        weights = {module: arm.weight(f"{module}.weight") for module in group}
-        for module, q in quantize_group(weights, arm.frozen_scales(group)).items():
+        for module, q in arm.quantize(group).items():
             tensors |= layout.tensors(module, q, arm.input_scales.get(module))
         for unit in plain:
             tensors |= unit.make()
