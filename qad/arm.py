@@ -35,7 +35,7 @@ from qad.errors import ArtifactError, SourceError
 from qad.formats import FP8, NVFP4
 from qad.kv_cache import CALIBRATES, OFF
 from qad.selection import Selection, never_quantized
-from qad.source import Checkpoint, open_checkpoint
+from qad.source import HEAD, Checkpoint, open_checkpoint
 
 KIND = "arm"
 DYNAMIC = "dynamic"
@@ -70,6 +70,20 @@ class Arm:
             return {}
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    @functools.cached_property
+    def tied_embeddings(self) -> bool:
+        """Head and embedding are one weight: as in the source, unless the arm holds a head that is not the embedding."""
+        embedding = self.source.embedding
+        if not self.source.tied_embeddings or HEAD not in self._overlay or embedding is None:
+            return self.source.tied_embeddings
+        return torch.equal(self.weight(HEAD).float(), self.weight(embedding).float())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json of the model that the arm is: the source's, which says so where the head was untied."""
+        untied = self.source.tied_embeddings and not self.tied_embeddings
+        return {**self.source.config, "tie_word_embeddings": False} if untied else self.source.config
 
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the weights the arm holds itself; empty for PTQ."""

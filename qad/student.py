@@ -36,6 +36,10 @@ class Student:
     def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
+        if arm.source.tied_embeddings and not arm.tied_embeddings:
+            raise ArtifactError(
+                f"{arm.folder} has a head of its own, which {arm.source.folder} ties: untie them in the source"
+            )
         self.model: Any = model
         self.arm = arm
         self.selection = arm.selection

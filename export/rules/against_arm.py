@@ -28,7 +28,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     """Decoded weights, input scales and unquantized tensors against the arm's own, config and prompts against its
     source's. Assumes a folder without errors. Raises ArtifactError where `source` is no finished arm."""
     arm = open_arm(source)
-    known = {*arm.source.tensors}
+    known = {*arm.source.tensors, *arm.trained_shapes()}
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
@@ -45,7 +45,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
             if stored.shape != own.shape or not torch.equal(_bits(stored), _bits(own)):
                 told = f"{name} is not {arm.name}'s, rounded to BF16"
                 yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
-    yield from against_source(folder, arm.source)
+    yield from against_source(folder, arm.source, arm.config)
 
 
 def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
