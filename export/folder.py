@@ -302,6 +302,16 @@ class Folder:
             found["lm_head"] = known["lm_head"]  # the engine builds it, though it has no tensor of its own
         return found
 
+    @property
+    def unbuilt(self) -> list[str]:
+        """Modules with a floating-point matrix that the architecture does not have, such as those of a head for multi-token
+        prediction: an engine may build them. Empty where the architecture is not known."""
+        known = self.skeleton.parameters if self.skeleton else None
+        names = (name for name, (_, entry) in self.tensors.items() if entry.dtype in FLOATING and len(entry.shape) == 2)
+        matrices = (name for name in names if known is not None and name.endswith(".weight") and name not in known)
+        modules = (name.removesuffix(".weight") for name in matrices)
+        return [m for m in modules if m not in self.packed and m not in self.linears and not _looks_like_embedding(m)]
+
 
 def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     """`skip`: weight files to leave out. Raises UsageError for what is no NVFP4 checkpoint at all: no folder, no config,

@@ -31,6 +31,7 @@ from qad.arm import open_arm
 from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
+from qad.kv_cache import CAST
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
 
@@ -65,8 +66,9 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
     plan = _plan(folder, errors)
     try:
         if plan.done:
-            inputs = {"checkpoint": folder_digest(folder)}
-            run_stage(KIND, out, {"repaired": plan.done}, inputs, lambda partial: _write(plan, partial))
+            inputs, config = {"checkpoint": folder_digest(folder)}, {"repaired": plan.done}
+            cast = {"kv_cache": CAST} if plan.folder.casts_kv_cache else {}  # what tells it from a loss of scales
+            run_stage(KIND, out, {**config, **cast}, inputs, lambda partial: _write(plan, partial))
             return plan.done
         raise BrokenCheckpointError(_remaining(folder, errors))
     except BrokenCheckpointError:
@@ -256,6 +258,8 @@ def _write(plan: _Plan, partial: Path) -> None:
         write_json(partial / NESTED, plan.nested)
     copy_other_files(folder, partial)
     errors = _errors(partial)
+    if folder.casts_kv_cache:  # the manifest, which says so, is written last
+        errors = [finding for finding in errors if (finding.rule, finding.module) != ("E10", CONFIG)]
     if errors:
         raise BrokenCheckpointError(_remaining(folder.path, errors))
 

@@ -24,6 +24,9 @@ from qad.formats import MIXED
 _AGAIN = "export the arm again"
 
 
+Readers = list[tuple[str, Callable[[str], str | None]]]
+
+
 def e7_exclusion(folder: Folder) -> Iterator[Finding]:
     """Every unquantized Linear is excluded under the rules of every engine that reads the layout, every packed one under
     none."""
@@ -54,6 +57,19 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
             elif not packed and runs_as is not None:
                 yield error("E7", module, "has a BF16 weight but is not excluded: the engine would wait for its scales",
                             f"add {module} to the exclude lists", engine)  # fmt: skip
+    yield from _unbuilt(folder, readers)
+
+
+def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
+    """What transformers does not load may be built by an engine, as draft models are."""
+    for module in folder.unbuilt:
+        try:
+            engine = next((engine for engine, format_for in readers if format_for(module) is not None), None)
+        except ValueError:
+            engine = "vllm"
+        if engine:
+            yield warning("E7", module, "has a BF16 weight that the architecture's class does not load, and is not excluded: "
+                          "an engine that builds it would wait for its scales", f"add {module} to the exclude lists", engine)  # fmt: skip
 
 
 def _known_modules(folder: Folder) -> set[str]:
@@ -63,7 +79,7 @@ def _known_modules(folder: Folder) -> set[str]:
     return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
 
 
-def _readers(folder: Folder, everything: set[str]) -> list[tuple[str, Callable[[str], str | None]]]:
+def _readers(folder: Folder, everything: set[str]) -> Readers:
     """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
     patterns, targets, own = folder.excluded, folder.targets, folder.format_of
     if folder.layout is COMPRESSED_TENSORS:

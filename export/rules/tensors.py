@@ -225,8 +225,8 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
             stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
             bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
             if len(set(bits.values())) > 1 and leaf == "weight_scale":
-                yield warning("E6", ", ".join(bits), "FP8 weight_scale differs within a fused group: engines quantize the members "
-                              "again with the largest", "export with one scale for the group")  # fmt: skip
+                yield warning("E6", ", ".join(bits), "FP8 weight_scale differs in a fused group: engines quantize members again "
+                              "with the largest", "export with one scale for the group")  # fmt: skip
             elif len(set(bits.values())) > 1:
                 yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
                             "largest and serves the others wrong", _AGAIN)  # fmt: skip

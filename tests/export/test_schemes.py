@@ -19,12 +19,8 @@ from export.exclude import TrtllmFormats, vllm_format
 from export.repair import repair
 from export.writer import export_arm
 from qad import fp8
-from qad.arm import open_arm, write_arm
-from qad.artifact import run_stage
-from qad.calibrate import AmaxObserver, group_input_scales
-from qad.loader import load_model, load_skeleton
-from qad.selection import Selection, select
-from qad.source import open_checkpoint
+from qad.arm import open_arm
+from qad.selection import Selection
 
 LAYOUTS = ["modelopt", "compressed-tensors"]
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -42,26 +38,22 @@ SCHEMES: dict[str, dict[str, Any]] = {
 Q, UP, DOWN = (f"model.layers.1.{name}_proj" for name in ("self_attn.q", "mlp.up", "mlp.down"))
 
 
-def build(source: Path, folder: Path, scheme: dict[str, Any]) -> Path:
+def build(source: Path, folder: Path, scheme: dict[str, Any], build_arm: Callable[..., Path]) -> Path:
     """An arm in `folder`/arm and its exports in `folder`/LAYOUT."""
-    checkpoint = open_checkpoint(source)
-    selection = select(load_skeleton(checkpoint), **scheme)
-    model = load_model(checkpoint, "float32", "cpu")
-    with AmaxObserver(model, list(selection.modules)) as observer, torch.no_grad():
-        model(torch.arange(64)[None])
-    scales = group_input_scales(observer.amax, selection, 1.0)
-    run_stage("arm", folder / "arm", {}, {}, lambda f: write_arm(f, "ptq", checkpoint, selection, scales))
+    build_arm(source, folder / "arm", **scheme)
     for layout in LAYOUTS:
         export_arm(folder / "arm", folder / layout, layout=layout)
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def made(
+    make_llama: Callable[..., Path], build_arm: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Scheme -> folder of `build`."""
     root = tmp_path_factory.mktemp("schemes")
     source = make_llama(root / "source", tie_word_embeddings=False)
-    return {name: build(source, root / name, scheme) for name, scheme in SCHEMES.items()}
+    return {name: build(source, root / name, scheme, build_arm) for name, scheme in SCHEMES.items()}
 
 
 def selection_of(folder: Path) -> Selection:

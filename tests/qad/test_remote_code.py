@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,10 @@ AUTO_MAP = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "mod
 
 
 @pytest.fixture
-def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Is there once the code has run."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    yield tmp_path / "was run"
+    return tmp_path / "was run"
 
 
 def own_model(tiny_llama_dir: Path, to: Path, marker: Path, model_type: str) -> Path:

@@ -291,12 +291,11 @@ def test_nvfp4_without_input_activations_is_weight_only(source: Checkpoint, tmp_
         assert torch.equal(model(windows().input_ids_ST).logits, expected(windows().input_ids_ST).logits)
 
 
+@pytest.mark.parametrize("exported", ["mixed"], indirect=True)
 def test_a_module_that_is_not_listed_or_listed_as_something_else_is_refused(
     exported: tuple[Arm, Path], tmp_path: Path
 ) -> None:
-    arm, out = exported
-    if selection_of(arm).algorithm != "MIXED_PRECISION":
-        pytest.skip("lists no layers")
+    _, out = exported
     module = "model.layers.1.self_attn.q_proj"
     unlisted = changed(out, tmp_path / "unlisted", lambda q: q["quantized_layers"].pop(module))
     other = changed(
