@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
-from export.layout import Layout
+from export.layout import SCALES, Layout
 from export.safetensors_writer import Entry
 from qad.arm import Arm
+from qad.formats import FOUR_BITS, FP8
+from qad.selection import Selection
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
 # The hub keeps weights and tokenizers in its large-file store, and wants every file there that git would choke on.
@@ -35,14 +37,26 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
     assert arm.selection is not None
     front = _front_matter(arm, layout)
     made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
-    parameters = sum(n * k for n, k in arm.selection.modules.values())
     text = (
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {front['model_name']}\n\n"
-        f"{arm.source.display_name} {made} with nvfp4-qad: {len(arm.selection.modules)} Linears, {parameters:,} weights in "
-        "4 bits with an E4M3 scale for 16 and one FP32 scale per fused group; everything else is BF16. "
+        f"{arm.source.display_name} {made} with nvfp4-qad: {_formats(arm.selection)}; everything else is BF16. "
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
     return text if recovery is None else with_recovery(text, recovery)
+
+
+def _formats(selection: Selection) -> str:
+    """How many Linears have how many weights in which format."""
+    eight = {module for module in selection.modules if selection.format_of(module) == FP8}
+    kinds = (
+        (eight, "in FP8 (E4M3) with one FP32 scale per fused group"),
+        (selection.modules.keys() - eight, "in 4 bits with an E4M3 scale for 16 and one FP32 scale per fused group"),
+    )
+    found = []
+    for modules, what in kinds:
+        weights = sum(n * k for n, k in (selection.modules[module] for module in modules))
+        found += [f"{len(modules)} Linears, {weights:,} weights {what}"] if modules else []
+    return "; ".join(found)
 
 
 def with_recovery(card: str, table: str) -> str:
@@ -56,44 +70,47 @@ def with_recovery(card: str, table: str) -> str:
 def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
     assert arm.selection is not None
     card, name = arm.source.card, arm.source.display_name
-    front: dict[str, Any] = {"model_name": f"{name}, {arm.selection.format} ({arm.name.upper()})"}
+    front: dict[str, Any] = {"model_name": f"{name}, {arm.selection.algorithm} ({arm.name.upper()})"}
     # The hub refuses a base_model that is no hub name.
     base = [name] if _is_hub_name(name) else [base for base in _list(card.get("base_model")) if _is_hub_name(base)]
     if base:
         front |= {"base_model": base[0] if len(base) == 1 else base, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card[key] for key in _CARRIED if key in card}
-    own = ["nvfp4", layout.name, "nvfp4-qad", arm.name]
+    formats = {arm.selection.format_of(module) for module in arm.selection.modules}
+    kinds = [tag for tag, of in (("nvfp4", FOUR_BITS), ("fp8", (FP8,))) if formats.intersection(of)]
+    own = [*kinds, layout.name, "nvfp4-qad", arm.name]
     carried = [tag for tag in _list(card.get("tags")) if tag not in own]
     front["tags"] = [*carried, *own]
     front["quantization"] = {
-        "algorithm": arm.selection.format,
+        "algorithm": arm.selection.algorithm,
         "method": "quantization-aware distillation" if arm.trained else "post-training quantization",
-        "group_size": 16,
+        **({"group_size": 16} if formats.intersection(FOUR_BITS) else {}),
     }
     return front
 
 
 def size_table(layout: Layout, entries: Iterable[Entry]) -> str:
     """Bytes by kind, as Markdown. Effective bits per parameter are 8 x bytes / logical parameters; scales are none."""
-    sizes = dict.fromkeys(("4-bit codes", "block scales", "global and input scales", "unquantized"), 0)
+    sizes = dict.fromkeys(("4-bit codes", "8-bit weights", "block scales", "global and input scales", "unquantized"), 0)
     quantized = parameters = 0
     for entry in entries:
         leaf, elements = entry.name.rpartition(".")[2], math.prod(entry.shape)
         if leaf == layout.codes and entry.dtype == "U8":
             kind, quantized = "4-bit codes", quantized + 2 * elements
+        elif leaf == "weight" and entry.dtype == "F8_E4M3":
+            kind, parameters = "8-bit weights", parameters + elements
         elif leaf == layout.block_scale and entry.dtype == "F8_E4M3":
             kind = "block scales"
-        elif leaf in layout.scales or leaf in ("k_scale", "v_scale"):
+        elif leaf in SCALES or leaf in ("k_scale", "v_scale"):
             kind = "global and input scales"
         else:
             kind, parameters = "unquantized", parameters + elements
         sizes[kind] += entry.bytes
     parameters += quantized
     total = sum(sizes.values())
-    rows = [
-        f"| {kind} | {size:,} | {100 * size / total:.1f} % |" for kind, size in (*sizes.items(), ("all tensors", total))
-    ]
+    shown = {kind: size for kind, size in sizes.items() if size or kind != "8-bit weights"} | {"all tensors": total}
+    rows = [f"| {kind} | {size:,} | {100 * size / total:.1f} % |" for kind, size in shown.items()]
     return (
         "\n".join(("| | bytes | share |", "|---|---:|---:|", *rows))
         + f"\n\n{parameters:,} parameters, {100 * quantized / parameters:.1f} % of them in 4 bits; "

@@ -1,4 +1,4 @@
-"""`qad check`: refuse a broken NVFP4 checkpoint before an engine silently serves garbage.
+"""`qad check`: refuse a broken quantized checkpoint before an engine silently serves garbage.
 
 Reads headers, scales and metadata; packed codes only where a scale is zero. Works on anybody's folder in the
 ModelOpt or the compressed-tensors layout.
@@ -46,10 +46,12 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from files.e11_files(folder)
     yield from metadata.e1_places_agree(folder)
     yield from metadata.e2_algorithm(folder)
-    if folder.algorithm is not None and folder.algorithm not in metadata.CHECKED:
+    if (folder.algorithm is not None and folder.algorithm not in metadata.CHECKED) or metadata.unchecked_layers(folder):
         return
     if not folder.packed and not folder.unreadable:
-        yield error("E3", "config.json", "announces NVFP4 but no module is packed", "export the arm again")
+        yield error(
+            "E3", "config.json", f"announces {folder.algorithm} but no module is quantized", "export the arm again"
+        )
         return
     yield from tensors.e3_modules_whole(folder)
     if not folder.unreadable:

@@ -36,9 +36,9 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
     """Write `folder` to `out` in another layout; a finished conversion of the same folder is reused, an interrupted one goes on
     behind its last whole file.
 
-    Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, is
-    not NVFP4 throughout, or whose KV cache the layout has no words for; BrokenCheckpointError for one that `qad check`
-    refuses, a half converted one among them; StorageError when writing fails.
+    Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, has
+    another format than those of qad.formats, or whose KV cache the layout has no words for; BrokenCheckpointError for one
+    that `qad check` refuses, a half converted one among them; StorageError when writing fails.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown: use one of {', '.join(LAYOUTS)}")
@@ -71,7 +71,7 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
 def require_convertible(folder: Folder, target: Layout) -> Scheme:
     """The scheme to write. Raises as `convert` does."""
     if folder.algorithm is not None and folder.algorithm not in CHECKED:
-        raise UsageError(f"{folder.path} is {folder.algorithm}: only {' and '.join(CHECKED)} can be converted")
+        raise UsageError(f"{folder.path} is {folder.algorithm}: only {', '.join(CHECKED)} can be converted")
     errors = [finding for finding in check(folder.path) if finding.severity == "error"]
     if errors:
         raise BrokenCheckpointError(_refusal(folder, errors))
@@ -80,21 +80,28 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     if folder.kv_cache not in (None, "FP8"):
         raise UsageError(f"{folder.path} has a {folder.kv_cache} KV cache: only FP8 ones can be converted")
     assert folder.algorithm is not None
-    return Scheme(folder.algorithm, excluded_names(folder), folder.kv_cache)
+    layers = {module: folder.format_of(module) for module in in_model_order(folder)}
+    return Scheme(folder.algorithm, excluded_names(folder), folder.kv_cache, layers)
+
+
+def in_model_order(folder: Folder) -> list[str]:
+    """Quantized modules in the order of the architecture, those it does not know in the files' order behind them."""
+    known = folder.skeleton.linears if folder.skeleton else {}
+    return [*(module for module in known if module in folder.packed), *(m for m in folder.packed if m not in known)]
 
 
 def excluded_names(folder: Folder) -> tuple[str, ...]:
     """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
     and `re:` patterns of one layout mean nothing in the other."""
     listed = {name for name in folder.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
-    return tuple(sorted({*folder.linears, *folder.embeddings, *listed}))
+    return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed}))
 
 
 def renamed(folder: Folder, target: Layout, name: str) -> str:
     """The name of a tensor of `folder` in another layout."""
     module, _, leaf = name.rpartition(".")
-    if module in folder.packed and leaf in folder.layout.leaves:
-        return f"{module}.{target.leaves[folder.layout.leaves.index(leaf)]}"
+    if module in folder.packed and leaf in folder.leaves_of(module):
+        return f"{module}.{target.leaves_of(folder.format_of(module))[folder.leaves_of(module).index(leaf)]}"
     if leaf in _KV:
         attention = module.removesuffix(f".{leaf[0]}_proj")
         if name == folder.layout.kv_scale(attention, leaf[0]):
@@ -137,14 +144,16 @@ def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple
         if name.endswith(_KV):
             tensor = tensor.reshape(target.scalar)
         elif _is_scalar(folder, name):
-            tensor = target.store_scale(folder.layout.decode_scale(tensor))
+            format = folder.format_of(name.rpartition(".")[0])
+            tensor = target.store_scale(folder.layout.decode_scale(tensor, format), format)
         yield renamed(folder, target, name), tensor
 
 
 def _is_scalar(folder: Folder, name: str) -> bool:
     """Global and input scales and KV scales, whose shapes differ between layouts."""
     module, _, leaf = name.rpartition(".")
-    return (module in folder.packed and leaf in folder.layout.scales[1:]) or leaf in _KV
+    scalar = module in folder.packed and leaf in folder.layout.scalars_of(folder.format_of(module))
+    return scalar or leaf in _KV
 
 
 def _refusal(folder: Folder, errors: list[Finding]) -> str:

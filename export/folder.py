@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -13,13 +14,25 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from export.compressed_tensors import FORMAT
+from export.compressed_tensors import FORMAT, FP8_FORMAT, MIXED_FORMAT
 from export.config_files import INDEX, NESTED
+from export.exclude import equal_or_regex
 from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
 from export.safetensors_writer import Entry
 from export.skeleton import Skeleton, build_skeleton
+from qad.arm import Quantized
 from qad.artifact import MANIFEST
 from qad.errors import UsageError
+from qad.formats import (
+    FORMATS,
+    FP8,
+    MIXED,
+    NVFP4,
+    W4A16_NVFP4,
+    algorithm_of,
+    announced_algorithm,
+)
+from qad.fp8 import Fp8Tensor
 from qad.kv_cache import CAST
 from qad.nvfp4 import QuantizedTensor
 from qad.selection import never_quantized
@@ -71,35 +84,94 @@ class Folder:
         packed = any(name.endswith(f".{COMPRESSED_TENSORS.codes}") for name in self.tensors)
         return COMPRESSED_TENSORS if packed else MODELOPT
 
-    @property
+    @functools.cached_property
     def algorithm(self) -> str | None:
-        """NVFP4, W4A16_NVFP4, or what else the metadata names; None where they name nothing."""
+        """One of qad.formats, MIXED_PRECISION, or what else the metadata names; None where they name nothing."""
         if self.layout is COMPRESSED_TENSORS:
             return self._compressed_tensors_algorithm()
         for place in (self.quantization or {}, self.nested_quantization):
-            if place.get("quant_algo"):
-                return str(place["quant_algo"])
+            found = announced_algorithm(place)
+            if found:
+                return found
         return None
 
     def _compressed_tensors_algorithm(self) -> str:
-        outer = self.quantization or {}
-        groups = [mapping(group) for group in mapping(outer.get("config_groups")).values()]
-        formats = {str(place["format"]) for place in (outer, *groups) if place.get("format")}
-        if formats - {FORMAT} and self._holds_other_formats:
+        groups = self._groups
+        places = (self.quantization or {}, *groups)
+        formats = {str(place["format"]) for place in places if place.get("format")}
+        foreign = formats - {FORMAT, FP8_FORMAT, MIXED_FORMAT}
+        if (foreign or self._says_channels) and self._holds_other_formats:
             return ", ".join(sorted(formats))
         if groups:
-            return "NVFP4" if any(group.get("input_activations") for group in groups) else "W4A16_NVFP4"
-        with_input = any(name.endswith(f".{COMPRESSED_TENSORS.input_scale}") for name in self.tensors)
-        return "NVFP4" if with_input else "W4A16_NVFP4"
+            return algorithm_of(_group_format(group) for group in groups)
+        return algorithm_of(self.stored_format(module) for module in self.packed) if self.packed else NVFP4
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [mapping(group) for group in mapping((self.quantization or {}).get("config_groups")).values()]
 
     @property
     def _holds_other_formats(self) -> bool:
-        """8-bit or integer weights beside or instead of NVFP4."""
+        """Weights that are neither NVFP4 nor FP8 with one scale per tensor."""
+        for name, (_, entry) in self.tensors.items():
+            module, _, leaf = name.rpartition(".")
+            scale = self.entry(f"{module}.weight_scale")
+            many = entry.dtype == "F8_E4M3" and scale is not None and math.prod(scale.shape) != 1
+            if leaf in ("weight", "weight_packed") and (many or entry.dtype in ("F8_E5M2", "I8", "I32")):
+                return True
+        return False
+
+    @property
+    def _says_channels(self) -> bool:
+        """A config group whose 8-bit weights have a scale per row or block."""
+        kinds = [mapping(group.get("weights")) for group in self._groups]
         return any(
-            name.rpartition(".")[2] in ("weight", "weight_packed")
-            and entry.dtype in ("F8_E4M3", "F8_E5M2", "I8", "I32")
-            for name, (_, entry) in self.tensors.items()
+            numbers.get("num_bits") == 8 and numbers.get("strategy") in ("channel", "block") for numbers in kinds
         )
+
+    @functools.cached_property
+    def listed(self) -> dict[str, str]:
+        """Names, regular expressions and module types of a mixed folder -> the format that the metadata give them."""
+        outer = self.quantization or {}
+        if self.layout is COMPRESSED_TENSORS:
+            return {t: _group_format(group) for group in self._groups for t in names(group.get("targets"))}
+        listed = outer.get("quantized_layers") or self.nested_quantization.get("quantized_layers")
+        return {name: str(mapping(layer).get("quant_algo")) for name, layer in mapping(listed).items()}
+
+    def announced_format(self, module: str) -> str | None:
+        """What the metadata say the module's format is, whether or not it is excluded; None where they do not say."""
+        if self.algorithm != MIXED:
+            return self.algorithm
+        found = self.listed.get(module)
+        if found or self.layout is not COMPRESSED_TENSORS:
+            return found
+        by_target = (format for target, format in self.listed.items() if equal_or_regex(module, target))
+        return next(by_target, self.listed.get("Linear"))
+
+    def stored_format(self, module: str) -> str:
+        """The format whose tensors a module has, whatever the metadata say."""
+        weight = self.entry(f"{module}.weight")
+        if weight is not None and weight.dtype == "F8_E4M3":
+            return FP8
+        return W4A16_NVFP4 if self.entry(f"{module}.{self.layout.input_scale}") is None else NVFP4
+
+    def format_of(self, module: str) -> str:
+        """The announced format where it is one that is known, else the stored one."""
+        announced = self.announced_format(module)
+        return announced if announced in FORMATS else self.stored_format(module)
+
+    def leaves_of(self, module: str) -> tuple[str, ...]:
+        """Last parts of the tensor names that a module of its format has, the weight's first."""
+        return self.layout.leaves_of(self.format_of(module))
+
+    def shape_of(self, module: str) -> tuple[int, int] | None:
+        """[N, K] of a module by its codes or FP8 values; None where they are not there, or damaged."""
+        format = self.format_of(module)
+        entry = self.entry(f"{module}.{self.layout.leaves_of(format)[0]}")
+        if entry is None or len(entry.shape) != 2 or entry.dtype != ("F8_E4M3" if format == FP8 else "U8"):
+            return None
+        n, stored = entry.shape
+        return (n, stored) if format == FP8 else (n, 2 * stored)
 
     @property
     def holds_nvfp4(self) -> bool:
@@ -164,9 +236,13 @@ class Folder:
         found = self.tensors.get(name)
         return found[1] if found else None
 
-    def quantized(self, module: str) -> QuantizedTensor:
-        """A packed module with its decode scale. Its tensors must be there, with the dtypes of the layout."""
-        codes, block_scale, global_scale = (self.get(f"{module}.{leaf}") for leaf in self.layout.leaves[:3])
+    def quantized(self, module: str) -> Quantized:
+        """A quantized module with its decode scale. Its tensors must be there, with the dtypes of the layout."""
+        leaves = self.leaves_of(module)
+        if self.format_of(module) == FP8:
+            weight, scale = (self.get(f"{module}.{leaf}") for leaf in leaves[:2])
+            return Fp8Tensor(weight, self.layout.decode_scale(scale, FP8))
+        codes, block_scale, global_scale = (self.get(f"{module}.{leaf}") for leaf in leaves[:3])
         return QuantizedTensor(codes, block_scale, self.layout.decode_scale(global_scale))
 
     @functools.cached_property
@@ -180,12 +256,12 @@ class Folder:
 
     @functools.cached_property
     def packed(self) -> dict[str, None]:
-        """Modules with anything quantized about them, in the files' order: U8 codes, or any scale, by the names of either
-        layout."""
+        """Modules with anything quantized about them, in the files' order: U8 codes, FP8 values, or any scale, by the names
+        of either layout."""
         modules: dict[str, None] = {}
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
-            if (leaf == "weight" and entry.dtype == "U8") or leaf == "weight_packed" or leaf in SCALES:
+            if (leaf == "weight" and entry.dtype in ("U8", "F8_E4M3")) or leaf == "weight_packed" or leaf in SCALES:
                 modules[module] = None
         return modules
 
@@ -225,6 +301,16 @@ class Folder:
         if self.tied and known and "lm_head" in known and "lm_head" not in self.packed:
             found["lm_head"] = known["lm_head"]  # the engine builds it, though it has no tensor of its own
         return found
+
+    @property
+    def unbuilt(self) -> list[str]:
+        """Modules with a floating-point matrix that the architecture does not have, such as those of a head for multi-token
+        prediction: an engine may build them. Empty where the architecture is not known."""
+        known = self.skeleton.parameters if self.skeleton else None
+        names = (name for name, (_, entry) in self.tensors.items() if entry.dtype in FLOATING and len(entry.shape) == 2)
+        matrices = (name for name in names if known is not None and name.endswith(".weight") and name not in known)
+        modules = (name.removesuffix(".weight") for name in matrices)
+        return [m for m in modules if m not in self.packed and m not in self.linears and not _looks_like_embedding(m)]
 
 
 def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
@@ -284,6 +370,14 @@ def mapping(value: object) -> dict[str, Any]:
 def names(value: object) -> list[str]:
     """The strings of a list; empty for anything else."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _group_format(group: dict[str, Any]) -> str:
+    """Of a config group of compressed-tensors: by its own format, else by the bits of its weights."""
+    weights, own = mapping(group.get("weights")), group.get("format")
+    if own == FP8_FORMAT or (own != FORMAT and weights.get("num_bits") == 8):
+        return FP8
+    return NVFP4 if group.get("input_activations") else W4A16_NVFP4
 
 
 def _looks_like_embedding(module: str) -> bool:

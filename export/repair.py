@@ -19,7 +19,7 @@ from torch import Tensor
 
 from export.check import check
 from export.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
-from export.convert import copy_other_files, excluded_names, folder_digest
+from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order
 from export.findings import Finding
 from export.folder import Folder, mapping, open_folder, read_json
 from export.layout import LAYOUTS, Layout
@@ -30,6 +30,8 @@ from export.writer import KIND, export_arm, require_apart, require_room
 from qad.arm import open_arm
 from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
+from qad.kv_cache import CAST
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
 
@@ -64,8 +66,9 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
     plan = _plan(folder, errors)
     try:
         if plan.done:
-            inputs = {"checkpoint": folder_digest(folder)}
-            run_stage(KIND, out, {"repaired": plan.done}, inputs, lambda partial: _write(plan, partial))
+            inputs, config = {"checkpoint": folder_digest(folder)}, {"repaired": plan.done}
+            cast = {"kv_cache": CAST} if plan.folder.casts_kv_cache else {}  # what tells it from a loss of scales
+            run_stage(KIND, out, {**config, **cast}, inputs, lambda partial: _write(plan, partial))
             return plan.done
         raise BrokenCheckpointError(_remaining(folder, errors))
     except BrokenCheckpointError:
@@ -126,9 +129,13 @@ def _names(folder: Folder, file: str) -> set[str]:
 
 
 def _layout_of_tensors(folder: Folder) -> Layout | None:
-    """The layout whose names all global scales have, whatever the metadata says; None where it is none or both."""
+    """The layout whose names all global scales have, of FP8 alone the one whose scalars have that shape, whatever the metadata
+    says; None where it is none or both."""
     leaves = {name.rpartition(".")[2] for name in folder.tensors}
     found = [layout for layout in LAYOUTS.values() if layout.global_scale in leaves]
+    if not found and folder.packed:
+        shapes = {e.shape for m in folder.packed if (e := folder.entry(f"{m}.weight_scale")) is not None}
+        found = [layout for layout in LAYOUTS.values() if shapes == {layout.scalar}]
     return found[0] if len(found) == 1 else None
 
 
@@ -180,11 +187,11 @@ def _index_is_right(folder: Folder, dropped: set[str]) -> bool:
 
 def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Both places from the tensors; keys that say nothing about the scheme stay as they are."""
-    with_input = [module for module in folder.packed if f"{module}.{layout.input_scale}" in folder.tensors]
-    if with_input and len(with_input) < len(folder.packed):
-        return folder.config, folder.nested  # neither W4A4 nor W4A16: a calibration is missing
-    algorithm = "NVFP4" if with_input else "W4A16_NVFP4"
-    scheme = Scheme(algorithm, excluded_names(folder), "FP8" if folder.kv_cache == "FP8" else None)
+    layers = _formats(folder, layout)
+    if layers is None:
+        return folder.config, folder.nested  # a calibration is missing
+    kv_cache = "FP8" if folder.kv_cache == "FP8" else None
+    scheme = Scheme(algorithm_of(layers.values()), excluded_names(folder), kv_cache, layers)
     outer, nested = quantization_blocks(layout, scheme)
     before = folder.quantization or {}
     kept = {
@@ -199,6 +206,22 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     elif folder.nested is not None:
         done.append(f"left out {NESTED}, which belongs to another layout")
     return {**folder.config, "quantization_config": merged}, nested
+
+
+def _formats(folder: Folder, layout: Layout) -> dict[str, str] | None:
+    """Module -> format, by the tensors. None where some 4-bit modules have an input scale and others not, unless the metadata
+    say so of each: else neither W4A4 nor W4A16 is known to be what was meant."""
+    found: dict[str, str] = {}
+    for module in in_model_order(folder):
+        weight = folder.entry(f"{module}.weight")
+        with_input = f"{module}.{layout.input_scale}" in folder.tensors
+        eight = weight is not None and weight.dtype == "F8_E4M3"
+        found[module] = FP8 if eight else NVFP4 if with_input else W4A16_NVFP4
+    four = {format for format in found.values() if format in FOUR_BITS}
+    said = {module: folder.announced_format(module) for module in found} if folder.algorithm == MIXED else {}
+    if len(four) > 1 and any(said.get(module) != format for module, format in found.items() if format in FOUR_BITS):
+        return None
+    return found
 
 
 def _differences(place: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -235,6 +258,8 @@ def _write(plan: _Plan, partial: Path) -> None:
         write_json(partial / NESTED, plan.nested)
     copy_other_files(folder, partial)
     errors = _errors(partial)
+    if folder.casts_kv_cache:  # the manifest, which says so, is written last
+        errors = [finding for finding in errors if (finding.rule, finding.module) != ("E10", CONFIG)]
     if errors:
         raise BrokenCheckpointError(_remaining(folder.path, errors))
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from export.layout import Layout
 from export.safetensors_writer import Entry
-from qad.arm import Arm, quantize_group
+from qad.arm import Arm
 from qad.errors import ArtifactError
 from qad.selection import Selection
+from qad.source import HEAD
 
-HEAD = "lm_head.weight"
 _FLOATING = ("BF16", "F16", "F32")
 
 
@@ -35,9 +35,10 @@ class Unit:
 
 
 def units(arm: Arm, layout: Layout) -> Iterator[Unit]:
-    """Everything an NVFP4 checkpoint of the arm holds, in the source's order.
+    """Everything a quantized checkpoint of the arm holds, in the source's order.
 
-    Floating-point tensors that are not quantized become BF16; a tied head is dropped. Raises ArtifactError for an arm
+    Floating-point tensors that are not quantized become BF16; a tied head is dropped, one that was untied by training is
+    written. Raises ArtifactError for an arm
     that quantizes nothing or does not fit its source, before anything is computed. KV scales lie beside their k_proj.
     """
     for unit in _weights(arm, layout):
@@ -58,7 +59,9 @@ def _with_kv_scales(arm: Arm, layout: Layout, unit: Unit, scales: list[str]) -> 
 def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
     selection = _require_fitting(arm)
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
-    stored = [name for name in arm.source.tensors if not (name == HEAD and arm.source.tied_embeddings)]
+    stored = [name for name in arm.source.tensors if name != HEAD or not arm.tied_embeddings]
+    if arm.source.tied_embeddings and not arm.tied_embeddings and HEAD not in stored:
+        stored.append(HEAD)
     beside: dict[str, list[str]] = {}  # other tensors of quantized modules: biases
     for name in stored:
         module = name.rpartition(".")[0]
@@ -76,9 +79,10 @@ def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
 
 
 def _plain(arm: Arm, name: str) -> Unit:
-    info = arm.source.tensors[name]
-    floating = info.dtype in _FLOATING
-    entry = Entry(name, "BF16" if floating else info.dtype, info.shape)
+    info = arm.source.tensors.get(name)  # None: a head that the source has no tensor for
+    floating = info is None or info.dtype in _FLOATING
+    shape = arm.trained_shapes()[name] if info is None else info.shape
+    entry = Entry(name, "BF16" if info is None or floating else info.dtype, shape)
 
     def make() -> dict[str, Tensor]:
         tensor = arm.weight(name)
@@ -92,12 +96,11 @@ def _quantized(arm: Arm, selection: Selection, layout: Layout, group: tuple[str,
     entries: list[Entry] = []
     for module in group:
         n, k = selection.modules[module]
-        entries += layout.entries(module, n, k, selection.quantizes_activations)
+        entries += layout.entries(module, n, k, selection.format_of(module))
 
     def make() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        weights = {module: arm.weight(f"{module}.weight") for module in group}
-        for module, q in quantize_group(weights, arm.frozen_scales(group)).items():
+        for module, q in arm.quantize(group).items():
             tensors |= layout.tensors(module, q, arm.input_scales.get(module))
         for unit in plain:
             tensors |= unit.make()
@@ -123,8 +126,8 @@ def _require_fitting(arm: Arm) -> Selection:
                 + ": exclude the module, or make the arm again"
             )
     for name, trained in arm.trained_shapes().items():
-        tied_head = name == HEAD and arm.source.tied_embeddings
-        if not tied_head and known.get(name) != trained:
+        twin = arm.source.embedding if name == HEAD and arm.source.tied_embeddings else None
+        if known.get(twin or name) != trained:
             raise ArtifactError(
                 f"{arm.folder} trained {name} {list(trained)}, which {arm.source.folder} does not hold: make the arm again"
             )

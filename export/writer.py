@@ -123,8 +123,8 @@ def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Lay
         write_index(
             folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
         )
-    scheme = scheme_of(arm.selection, {entry.name for entry in entries}, arm.kv_cache)
-    write_config_files(folder, arm.source.config, layout, scheme)
+    scheme = scheme_of(arm.selection, entries, arm.kv_cache)
+    write_config_files(folder, arm.config, layout, scheme)
     own_files = _own_files(arm.source.folder)
     for path in own_files:
         target = folder / path.relative_to(arm.source.folder)

@@ -4,9 +4,9 @@ branches on where a checkpoint came from.
     arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), kv_cache (off,
                          calibrated, at_least_one, cast), what was counted
     selection.json       what is quantized and why the rest is not; absent for BF16
-    scales.safetensors   FP32 scalars: MODULE.input_scale, one per quantized module (W4A4 only); ATTENTION.k_scale and
+    scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
-    frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per quantized module;
+    frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
                          absent where weight scales are dynamic
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
 
@@ -29,16 +29,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qad import nvfp4
+from qad import fp8, nvfp4
 from qad.artifact import open_artifact
 from qad.errors import ArtifactError, SourceError
+from qad.formats import FP8, NVFP4
 from qad.kv_cache import CALIBRATES, OFF
 from qad.selection import Selection, never_quantized
-from qad.source import Checkpoint, open_checkpoint
+from qad.source import HEAD, Checkpoint, open_checkpoint
 
 KIND = "arm"
 DYNAMIC = "dynamic"
 _ROWS_ELEMENTS = 1 << 20  # weights quantized at a time, some 25 MB of FP32 intermediates; more is slower
+Quantized = nvfp4.QuantizedTensor | fp8.Fp8Tensor
 _NONE_FROZEN: Mapping[str, nvfp4.FrozenScales] = MappingProxyType({})
 
 
@@ -69,6 +71,20 @@ class Arm:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
+    @functools.cached_property
+    def tied_embeddings(self) -> bool:
+        """Head and embedding are one weight: as in the source, unless the arm holds a head that is not the embedding."""
+        embedding = self.source.embedding
+        if not self.source.tied_embeddings or HEAD not in self._overlay or embedding is None:
+            return self.source.tied_embeddings
+        return torch.equal(self.weight(HEAD).float(), self.weight(embedding).float())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json of the model that the arm is: the source's, which says so where the head was untied."""
+        untied = self.source.tied_embeddings and not self.tied_embeddings
+        return {**self.source.config, "tie_word_embeddings": False} if untied else self.source.config
+
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the weights the arm holds itself; empty for PTQ."""
         return dict(self._overlay)
@@ -81,10 +97,9 @@ class Arm:
     def require_input_scales(self) -> None:
         """Raises ArtifactError where activations are quantized and a module has no input scale, one that no engine can
         use, or another one than its group of input scales."""
-        if self.selection is None or not self.selection.quantizes_activations:
-            return
-        for group in self.selection.input_groups:
-            scales = {module: self.input_scales.get(module) for module in group}
+        quantized = set(self.selection.with_input_scale) if self.selection else set()
+        for group in self.selection.input_groups if self.selection else ():
+            scales = {module: self.input_scales.get(module) for module in group if module in quantized}
             for module, scale in scales.items():
                 if scale is None:
                     raise ArtifactError(f"{self.folder} has no input scale for {module}: calibrate again")
@@ -118,7 +133,7 @@ class Arm:
         return str(self.facts.get("kv_cache", OFF))
 
     def frozen_scales(self, group: Sequence[str]) -> dict[str, nvfp4.FrozenScales]:
-        """Frozen scales of the selected members of a scale group; empty where scales are dynamic.
+        """Frozen scales of the selected members of a scale group; empty where scales are dynamic, as those of FP8 always are.
 
         Raises ArtifactError where a module has none, or has such as no engine can use.
         """
@@ -129,7 +144,7 @@ class Arm:
             stored = set(file.keys())
             for module in group:
                 shape = self.selection.modules.get(module)
-                if shape is None:
+                if shape is None or self.selection.format_of(module) == FP8:
                     continue
                 names = (f"{module}.block_scale", f"{module}.global_scale")
                 if not stored.issuperset(names):
@@ -145,12 +160,16 @@ class Arm:
             )
         return found
 
-    def quantized(self) -> Iterator[dict[str, nvfp4.QuantizedTensor]]:
+    def quantized(self) -> Iterator[dict[str, Quantized]]:
         """The quantized form, one scale group at a time: module name -> tensor."""
-        if self.selection is None:
-            return
-        for group in self.selection.groups:
-            yield quantize_group({name: self.weight(f"{name}.weight") for name in group}, self.frozen_scales(group))
+        for group in self.selection.groups if self.selection else ():
+            yield self.quantize(group)
+
+    def quantize(self, group: Sequence[str]) -> dict[str, Quantized]:
+        """The quantized form of one scale group: module name -> tensor. Raises as `quantize_group`."""
+        assert self.selection is not None
+        weights = {module: self.weight(f"{module}.weight") for module in group}
+        return quantize_group(weights, self.frozen_scales(group), self.selection.format_of(group[0]))
 
 
 def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
@@ -165,10 +184,11 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
     return finite and global_scale.dtype == torch.float32 and bool(global_scale > 0)
 
 
-def group_global_scale(weights: Mapping[str, Tensor]) -> Tensor:
+def group_global_scale(weights: Mapping[str, Tensor], format: str = NVFP4) -> Tensor:
     """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
     `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
-    return nvfp4.global_scale_from_amax(_group_amax(weights))
+    rule = fp8.scale_from_amax if format == FP8 else nvfp4.global_scale_from_amax
+    return rule(_group_amax(weights))
 
 
 def _group_amax(weights: Mapping[str, Tensor]) -> Tensor:
@@ -192,17 +212,25 @@ def _group_scales(
 
 
 def fake_quantize_group(
-    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN
+    weights: Mapping[str, Tensor],
+    frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
+    format: str = NVFP4,
 ) -> Iterator[tuple[str, Tensor]]:
     """What `quantize_group` would store, decoded, one member at a time, in the weights' dtype: (module name, weight)."""
+    if format == FP8:
+        shared = group_global_scale(weights, FP8)
+        yield from ((name, fp8.fake_quantize(weight, shared)) for name, weight in weights.items())
+        return
     for name, scales in _group_scales(weights, frozen).items():
         yield name, nvfp4.fake_quantize(weights[name], *scales)
 
 
 def quantize_group(
-    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN
-) -> dict[str, nvfp4.QuantizedTensor]:
-    """Quantize the members of one scale group, those in `frozen` with their frozen scales.
+    weights: Mapping[str, Tensor],
+    frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
+    format: str = NVFP4,
+) -> dict[str, Quantized]:
+    """Quantize the members of one scale group to a format, those in `frozen` with their frozen scales.
 
     Raises SourceError naming module and index for NaN or Inf; warns where the group's values are too small for a normal
     scale, so that all of them become zero, and where more than 1 % of the blocks outgrew their frozen scales.
@@ -210,10 +238,12 @@ def quantize_group(
     loose = {name: weight for name, weight in weights.items() if name not in frozen}
     if loose and nvfp4.is_degenerate(_group_amax(loose)):
         warnings.warn(f"{', '.join(loose)}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
-    quantized = {}
-    for name, scales in _group_scales(weights, frozen).items():
+    quantized: dict[str, Quantized] = {}
+    scales = {} if format == FP8 else _group_scales(weights, frozen)
+    shared = group_global_scale(weights, FP8) if format == FP8 else None
+    for name, weight in weights.items():
         try:
-            quantized[name] = _quantize_rows(weights[name], *scales)
+            quantized[name] = fp8.quantize(weight, shared) if format == FP8 else _quantize_rows(weight, *scales[name])
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
     _warn_of_saturation({name: weight for name, weight in weights.items() if name in frozen}, frozen)

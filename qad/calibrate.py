@@ -1,6 +1,7 @@
 """Calibration: how large the inputs of the selected Linears, and K and V, get in the unquantized model.
 
-input_scale = headroom * amax / (6 * 448)      FP32, frozen from here on, one value per group of input scales
+input_scale = headroom * amax / (6 * 448) for NVFP4, headroom * amax / 448 for FP8. FP32, frozen from here on, one value
+per group of input scales
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qad import nvfp4
+from qad import fp8, nvfp4
 from qad.errors import SourceError
 from qad.experts import Expert
+from qad.formats import FP8
 from qad.fusion import experts_of
 from qad.kv_cache import CALIBRATES, OFF, KVObserver, attentions, kv_scales
 from qad.packing import Windows
@@ -87,7 +89,7 @@ def calibrate(
     for a selected module that the forward pass never reached, be it all experts of a layer; UsageError for a model
     without the K and V that a policy asks for.
     """
-    modules = list(selection.modules) if selection.quantizes_activations else []
+    modules = selection.with_input_scale
     caches = attentions(model) if kv_cache in CALIBRATES else []
     if not modules and not caches:
         return Calibration({}, {}, ())
@@ -95,18 +97,34 @@ def calibrate(
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(AmaxObserver(model, modules))
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
+        forward = stack.enter_context(_forward(model, modules))
         tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
         for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
             observer.counted_BT = None if counted.all() else counted.to(device)
             if kv_observer:
                 kv_observer.counted_BT = observer.counted_BT
-            model.base_model(ids.to(device), position_ids=positions.to(device), use_cache=False)
+            forward(ids.to(device), position_ids=positions.to(device), use_cache=False)
             progress(ids.numel())
     return Calibration(  # the scales first: where nothing was seen, an error says so
         group_input_scales(observer.amax, selection, headroom) if modules else {},
         kv_scales(kv_observer.amax, caches, kv_cache) if kv_observer else {},
         _without_tokens(observer.amax, modules),
     )
+
+
+@contextlib.contextmanager
+def _forward(model: Any, modules: list[str]) -> Iterator[Callable[..., object]]:
+    """What runs the model up to the last module: without the output head, unless that is observed too. Its input is cut to
+    one token after the observer has seen it, so that no logits of whole windows exist."""
+    head = model.get_output_embeddings()
+    if head is None or not any(model.get_submodule(name) is head for name in modules):
+        yield model.base_model
+        return
+    handle = head.register_forward_pre_hook(lambda module, args: (args[0][:, :1], *args[1:]))
+    try:
+        yield model
+    finally:
+        handle.remove()
 
 
 def _without_tokens(amax: dict[str, Tensor], modules: list[str]) -> tuple[str, ...]:
@@ -123,7 +141,10 @@ def _without_tokens(amax: dict[str, Tensor], modules: list[str]) -> tuple[str, .
 def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: float) -> dict[str, Tensor]:
     """One input scale per group of input scales, from the amax of its members. Experts may be unseen, all of a layer not."""
     scales: dict[str, Tensor] = {}
+    quantized = set(selection.with_input_scale)
     for group in selection.input_groups:
+        if group[0] not in quantized:
+            continue
         seen = [amax[name] for name in group if name in amax]
         unseen = [name for name in group if name not in amax]
         if unseen and (not seen or experts_of(unseen[0]) is None):
@@ -131,6 +152,7 @@ def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: 
         largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise SourceError(f"the input of {group[0]} is {largest.item()} in the BF16 model: the source is damaged")
-        scale = nvfp4.global_scale_from_amax(largest * headroom).cpu()
+        rule = fp8.scale_from_amax if selection.format_of(group[0]) == FP8 else nvfp4.global_scale_from_amax
+        scale = rule(largest * headroom).cpu()
         scales.update(dict.fromkeys(group, scale))
     return scales

@@ -70,7 +70,7 @@ def chunked_loss(
     """
     labels_T = torch.full((student_hidden_TH.shape[0],), -100) if labels_T is None else labels_T
     arguments = (student, targets, labels_T.to(student_hidden_TH.device), loss, chunk)
-    return _ChunkedLoss.apply(student_hidden_TH, student.weight_VH, student.bias_V, *arguments)
+    return _ChunkedLoss.apply(student.quantize_input(student_hidden_TH), student.weight_VH, student.bias_V, *arguments)
 
 
 class _ChunkedLoss(torch.autograd.Function):

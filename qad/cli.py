@@ -29,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet_third_parties()
     try:
         command: Callable[[argparse.Namespace], int] = args.command
+        if getattr(args, "trust_remote_code", False):
+            from qad.loader import remote_code
+
+            with remote_code(True):
+                return command(args)
         return command(args)
     except QadError as error:
         print(f"qad: error: {error}", file=sys.stderr)
@@ -114,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
+    _trust(sub)
 
     sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
     sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
@@ -152,6 +158,12 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+    _trust(parser)
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="run the *.py files that a model folder brings along; never run without it")  # fmt: skip
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:

@@ -24,15 +24,21 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Quantize(_Strict):
-    """format: NVFP4 (W4A4) or W4A16_NVFP4. include / exclude: globs on full module names.
+Format = Literal["NVFP4", "W4A16_NVFP4", "FP8"]
 
-    scales of weights: `dynamic` follow the weights as they train; `mse` and `four_over_six` are found once in calibration
+
+class Quantize(_Strict):
+    """format: NVFP4 (W4A4), W4A16_NVFP4 or FP8 (one scale per tensor). formats: glob -> format of the modules that get
+    another one, the first match decides (MIXED_PRECISION). include / exclude: globs on full module names; the output head
+    is quantized only where include lists it by its full name, such as ["*", lm_head].
+
+    scales of 4-bit weights: `dynamic` follow the weights as they train; `mse` and `four_over_six` are found once in calibration
     and frozen (see qad.scale_search).
     kv_cache: off, or FP8 with scales by the policy calibrated, at_least_one or cast (see qad.kv_cache).
     """
 
-    format: Literal["NVFP4", "W4A16_NVFP4"] = "NVFP4"
+    format: Format = "NVFP4"
+    formats: dict[str, Format] = {}
     include: list[str] = ["*"]
     exclude: list[str] = []
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"

@@ -6,6 +6,7 @@ Shape suffixes: t tokens of one chunk, V vocabulary, H hidden.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qad.errors import SourceError
+from qad.linear import QuantizedLinear
+
+
+def _as_it_is(hidden_tH: Tensor) -> Tensor:
+    return hidden_tH
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """logits = softcap(scale * (hidden @ weight.T + bias)), of the first `size` ids of the vocabulary.
+    """logits = softcap(scale * (quantize_input(hidden) @ weight.T + bias)), of the first `size` ids of the vocabulary.
 
-    `scale` and `softcap` are those of the few families that have them (Granite, Cohere, Gemma). `size`: see
-    `sharing`; None is the whole vocabulary.
+    `scale` and `softcap` are those of the few families that have them (Granite, Cohere, Gemma). `size`: see `sharing`; None
+    is the whole vocabulary. `quantize_input`: what a quantized head does to its input, differentiable.
     """
 
     weight_VH: Tensor
@@ -28,6 +34,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     size: int | None = None
+    quantize_input: Callable[[Tensor], Tensor] = _as_it_is
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -40,7 +47,9 @@ class Head:
             raise SourceError(f"{type(model).__name__} has no linear output head: QAD cannot chunk its logits")
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        head = cls(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
+        quantize_input = output.quantize_input if isinstance(output, QuantizedLinear) else _as_it_is
+        softcap = getattr(config, "final_logit_softcapping", None)
+        head = cls(output.weight, output.bias, scale, softcap, quantize_input=quantize_input)
         head._verify(model)
         return head
 
@@ -62,10 +71,10 @@ class Head:
 
     def logits(self, hidden_tH: Tensor) -> Tensor:
         """FP32 logits [t, V]."""
-        return self.finish(self.raw(hidden_tH))
+        return self.finish(self.raw(self.quantize_input(hidden_tH)))
 
     def raw(self, hidden_tH: Tensor) -> Tensor:
-        """The matmul alone, in the compute dtype, widened to FP32."""
+        """The matmul alone, of what `quantize_input` returned, in the compute dtype, widened to FP32."""
         bias = None if self.bias_V is None else self.bias_V[: self.size]
         return F.linear(hidden_tH, self.weight_VH[: self.size], bias).float()
 

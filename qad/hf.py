@@ -1,11 +1,11 @@
-"""`import qad.hf` makes transformers open our NVFP4 folders (ModelOpt layout), by its own quantizer registry.
+"""`import qad.hf` makes transformers open our quantized folders (ModelOpt layout), by its own quantizer registry.
 
     import qad.hf
     model = AutoModelForCausalLM.from_pretrained(DIR, dtype=torch.bfloat16)
 
 Packed weights and scales are loaded as they are stored, decoded once to the compute dtype, and then dropped; the
-forward pass is `qad.linear.nvfp4_linear`, the one of the student. This is emulation: the values of NVFP4, not its
-speed or memory. The method name is `modelopt`, so ModelOpt's own NVFP4 exports open as well.
+forward pass is that of `qad.linear.QuantizedLinear`, the one of the student. This is emulation: the values of NVFP4 and
+FP8, not their speed or memory. The method name is `modelopt`, so ModelOpt's own exports in these formats open as well.
 
 transformers makes up what a checkpoint lacks, casts what has another dtype and drops what has no place, with a warning
 at most. Here each of these is a ValueError that names the tensor: a made-up weight is never measured.
@@ -25,18 +25,22 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qad import fp8, nvfp4
 from qad.experts import conversions_of_split, split_experts
-from qad.linear import NVFP4Linear
-from qad.nvfp4 import BLOCK_SIZE, QuantizedTensor, dequantize
+from qad.formats import FORMATS, FP8, MIXED, announced_algorithm, quantizes_activations
+from qad.linear import QuantizedLinear
+from qad.nvfp4 import BLOCK_SIZE
 
 METHOD = "modelopt"
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+ALGORITHMS = (*FORMATS, MIXED)
 _DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
+_FP8_DTYPES = {"weight": "F8_E4M3", "weight_scale": "F32", "input_scale": "F32"}
 _ADVICE = "`qad check` says what is broken"
 
 
 class ModelOptConfig(QuantizationConfigMixin):
-    """`quantization_config` of config.json. `ignore`: names or globs of the modules that stay BF16.
+    """`quantization_config` of config.json. `ignore`: names or globs of the modules that stay BF16. `quantized_layers`: of a
+    MIXED_PRECISION checkpoint, full name -> {"quant_algo": ...}; what is not listed stays BF16.
 
     Raises ValueError for an algorithm or a block size that this loader does not decode.
     """
@@ -46,12 +50,30 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.quant_algo = str(quant_algo).upper()
         self.ignore = list(ignore or kwargs.pop("exclude_modules", None) or [])
         self.rest = {key: value for key, value in kwargs.items() if key != "quant_method"}
-        if self.quant_algo not in ALGORITHMS:
-            raise ValueError(f"quant_algo {quant_algo!r} is not one this loader decodes: {', '.join(ALGORITHMS)}")
+        self.layers = {name: str(layer.get("quant_algo")).upper() for name, layer in self._listed().items()}
+        self.algorithm = announced_algorithm({**self.rest, "quant_algo": quant_algo})
+        for algorithm in (self.algorithm, *self.layers.values()):
+            if algorithm not in (ALGORITHMS if algorithm == self.algorithm else FORMATS):
+                known = ", ".join(ALGORITHMS)
+                raise ValueError(f"quant_algo {algorithm!r} is not one this loader decodes: {known}")
         groups = [self.rest, *(g.get("weights") or {} for g in (self.rest.get("config_groups") or {}).values())]
         size = next((g["group_size"] for g in groups if g.get("group_size") not in (None, BLOCK_SIZE)), None)
         if size is not None:
             raise ValueError(f"group_size {size} is not one this loader decodes: NVFP4 blocks have {BLOCK_SIZE}")
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        if self.quant_algo != MIXED:
+            return {}
+        listed = self.rest.get("quantized_layers")
+        if not isinstance(listed, dict) or not all(isinstance(layer, dict) for layer in listed.values()) or not listed:
+            raise ValueError(f"{MIXED} without quantized_layers says nothing about any module: {_ADVICE}")
+        return listed
+
+    def format_of(self, module: str) -> str | None:
+        """Format of a Linear; None where it stays BF16."""
+        if self.ignores(module):
+            return None
+        return self.layers.get(module) if self.quant_algo == MIXED else self.algorithm
 
     def ignores(self, module: str) -> bool:
         """True where the name or an ancestor of it is listed, exactly or as a glob."""
@@ -66,17 +88,22 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 
 class PackedLinear(nn.Module):
-    """A Linear as it is stored: the names and dtypes of the file. Decoded after loading, it becomes an NVFP4Linear."""
+    """A Linear as it is stored: the names and dtypes of the file. Decoded after loading, it becomes a QuantizedLinear."""
 
-    def __init__(self, linear: nn.Linear, activations: bool) -> None:
+    def __init__(self, linear: nn.Linear, format: str) -> None:
         super().__init__()
         n, k = linear.out_features, linear.in_features
-        stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "weight": ((n, k // 2), torch.uint8),
-            "weight_scale": ((n, k // BLOCK_SIZE), torch.float8_e4m3fn),
-            "weight_scale_2": ((), torch.float32),
-        }
-        if activations:
+        self.format = format
+        stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        if format == FP8:
+            stored = {"weight": ((n, k), torch.float8_e4m3fn), "weight_scale": ((), torch.float32)}
+        else:
+            stored = {
+                "weight": ((n, k // 2), torch.uint8),
+                "weight_scale": ((n, k // BLOCK_SIZE), torch.float8_e4m3fn),
+                "weight_scale_2": ((), torch.float32),
+            }
+        if quantizes_activations(format):
             stored["input_scale"] = ((), torch.float32)
         for name, (shape, dtype) in stored.items():
             empty = torch.empty(shape, dtype=dtype, device="meta")
@@ -84,20 +111,23 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     @torch.no_grad()
-    def decode(self, dtype: torch.dtype) -> NVFP4Linear:
+    def decode(self, dtype: torch.dtype) -> QuantizedLinear:
         """The Linear that computes."""
-        tensors = dict(self.named_parameters(recurse=False))
-        q = QuantizedTensor(tensors["weight"].data, tensors["weight_scale"].data, tensors["weight_scale_2"].data)
+        tensors = {name: parameter.data for name, parameter in self.named_parameters(recurse=False)}
+        if self.format == FP8:
+            weight = fp8.dequantize(fp8.Fp8Tensor(tensors["weight"], tensors["weight_scale"]), dtype)
+        else:
+            stored = (tensors[name] for name in ("weight", "weight_scale", "weight_scale_2"))
+            weight = nvfp4.dequantize(nvfp4.QuantizedTensor(*stored), dtype)
         linear = nn.Linear(1, 1, bias=False, device="meta")
-        linear.out_features, linear.in_features = q.shape
-        linear.weight = nn.Parameter(dequantize(q, dtype), requires_grad=False)
+        linear.out_features, linear.in_features = weight.shape
+        linear.weight = nn.Parameter(weight, requires_grad=False)
         linear.bias = self.bias
-        scale = tensors.get("input_scale")
-        return NVFP4Linear.wrap(linear, None if scale is None else scale.data)
+        return QuantizedLinear.wrap(linear, tensors.get("input_scale"), self.format)
 
 
 class ModelOptHfQuantizer(HfQuantizer):
-    """Loads NVFP4 and W4A16_NVFP4 checkpoints; neither quantizes nor saves."""
+    """Loads checkpoints of the formats it knows, and of several of them; neither quantizes nor saves."""
 
     requires_calibration = True
     quantization_config: ModelOptConfig
@@ -106,7 +136,7 @@ class ModelOptHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise ValueError("qad.hf loads quantized checkpoints; `qad run` makes them")
         if "disk" in (getattr(kwargs.get("device_map"), "values", list)()):
-            raise ValueError("NVFP4 weights are decoded in memory: a device_map with `disk` cannot be used")
+            raise ValueError("quantized weights are decoded in memory: a device_map with `disk` cannot be used")
         if self.quantization_config.rest.get("kv_cache_scheme"):
             warnings.warn("the checkpoint has a quantized KV cache; transformers keeps it unquantized", stacklevel=2)
 
@@ -121,22 +151,24 @@ class ModelOptHfQuantizer(HfQuantizer):
         """Replace every Linear that is not ignored, those of experts included. Raises ValueError where the files hold
         something else."""
         split_experts(model)
-        activations = self.quantization_config.quant_algo == "NVFP4"
         plain: list[str] = []
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
-            if self.quantization_config.ignores(name):
+            format = self.quantization_config.format_of(name)
+            if format is None:
                 plain.append(name)
             elif module.in_features % BLOCK_SIZE:
                 raise ValueError(f"{name} has in_features {module.in_features} and is not ignored: {_ADVICE}")
             else:
-                _replace(model, name, PackedLinear(module, activations))
+                _replace(model, name, PackedLinear(module, format))
         stored = _headers(kwargs.get("checkpoint_files") or [])
-        _require_dtypes(stored, activations)
+        _require_dtypes(stored, self.quantization_config)
         for name in plain:
-            if stored.get(f"{name}.weight", ("", ()))[0] == "U8":
-                raise ValueError(f"{name} is ignored by config.json, but its weight is packed: {_ADVICE}")
+            if stored.get(f"{name}.weight", ("", ()))[0] in ("U8", "F8_E4M3"):
+                raise ValueError(
+                    f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}"
+                )
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear) and f"{name}.weight" in stored:
                 _require_shapes(name, module, stored)
@@ -169,8 +201,8 @@ def _headers(files: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], activations: bool) -> None:
-    """Whatever carries a block scale is NVFP4, whole, in the dtypes of the layout; no scale is left over."""
+def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], config: ModelOptConfig) -> None:
+    """Whatever carries a weight scale is whole, in the dtypes of its format; no scale is left over."""
     packed = {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}
     for name, (dtype, _) in stored.items():
         module, _, leaf = name.rpartition(".")
@@ -178,9 +210,15 @@ def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], activations:
             continue
         if module not in packed:
             raise ValueError(f"{name} is in the checkpoint, but {module}.weight_scale is not: {_ADVICE}")
-        if dtype != _DTYPES[leaf]:
-            raise ValueError(f"{name} is {dtype}, expected {_DTYPES[leaf]}: {_ADVICE}")
-        if leaf == "input_scale" and not activations:
+        format = config.format_of(module)
+        if format is None:
+            continue
+        dtypes = _FP8_DTYPES if format == FP8 else _DTYPES
+        if leaf not in dtypes:
+            raise ValueError(f"{name} is in the checkpoint, but its algorithm {format} has none: {_ADVICE}")
+        if dtype != dtypes[leaf]:
+            raise ValueError(f"{name} is {dtype}, expected {dtypes[leaf]}: {_ADVICE}")
+        if leaf == "input_scale" and not quantizes_activations(format):
             raise ValueError(f"{name} is in the checkpoint, but its algorithm leaves activations alone: {_ADVICE}")
 
 

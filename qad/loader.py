@@ -1,7 +1,14 @@
-"""Load a transformers causal LM: whole, as a meta-device skeleton, and its tokenizer. No remote code."""
+"""Load a transformers causal LM: whole, as a meta-device skeleton, and its tokenizer.
+
+Code that a folder brings along (*.py, named by `auto_map`) is run only inside `remote_code(True)`, which is what
+--trust-remote-code is: a decision of who runs the command, so that no recipe and no folder can make it.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,20 @@ from qad.experts import split_experts
 from qad.source import Checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+_trusted = False
+
+
+@contextmanager
+def remote_code(trusted: bool) -> Iterator[None]:
+    """Within the block, code of the folders that are loaded is run, or not."""
+    global _trusted
+    before, _trusted = _trusted, trusted
+    try:
+        yield
+    finally:
+        _trusted = before
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
@@ -40,10 +61,10 @@ def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=False
+            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted
         )
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise SourceError(f"transformers cannot load {source.folder}: {_first_line(error)}") from error
+        raise SourceError(f"transformers cannot load {source.folder}: {_reason(error, source.folder)}") from error
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
         raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
@@ -56,11 +77,12 @@ def load_skeleton(source: Checkpoint) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted)
     except (ValueError, KeyError, OSError) as error:
-        raise SourceError(f"transformers does not know {source.folder} as a causal LM: {_first_line(error)}") from error
+        reason = _reason(error, source.folder)
+        raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
     split_experts(model)
     return model
 
@@ -69,11 +91,22 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
     except (ValueError, KeyError, OSError) as error:
-        raise SourceError(f"tokenizer of {folder} cannot be loaded: {_first_line(error)}") from error
+        raise SourceError(f"tokenizer of {folder} cannot be loaded: {_reason(error, folder)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception, folder: Path) -> str:
+    """One line; where the folder brings code that was not run, what to do."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    reason = text.splitlines()[0] if text else type(error).__name__
+    if not _trusted and any(_brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
+        return f"it brings code of its own, which is not run: read its *.py files, then give --trust-remote-code ({reason})"
+    return reason
+
+
+def _brings_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

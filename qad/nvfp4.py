@@ -291,12 +291,13 @@ def fake_quantize_activation_encoded(x: Tensor, encode_scale: Tensor) -> Tensor:
     return _StraightThrough.apply(x, _fake_quantize_activation_blocks, _scalar(encode_scale, x.device))
 
 
-def saturated_blocks(x: Tensor, input_scale: Tensor) -> Tensor:
-    """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar.
+def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:
+    """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar. largest: what the calibrated
+    amax is in units of input_scale.
 
     The calibrated amax itself does not: 2**-22 makes up for what input_scale lost when it was rounded.
     """
-    limit = input_scale.float() * (E2M1_MAX * E4M3_MAX) * (1 + 2.0**-22)
+    limit = input_scale.float() * largest * (1 + 2.0**-22)
     return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from qad.config import Recipe, Train
 from qad.data_config import Generations
+from qad.formats import FP8
 from qad.optim import trainable_names
 from qad.stages import Job, prepare, require_dense, require_enough_text
 
@@ -63,9 +64,12 @@ def _memory(job: Job) -> Iterator[str]:
 
 def _disk(job: Job) -> Iterator[str]:
     parameters = _parameters(job)
-    quantized = sum(n * k for n, k in job.selection.modules.values())
+    weights = {module: n * k for module, (n, k) in job.selection.modules.items()}
+    quantized = sum(
+        size if job.selection.format_of(module) == FP8 else size // 2 + size // 16 for module, size in weights.items()
+    )
     rest = sum(size for name, size in parameters.items() if name.rpartition(".")[0] not in job.selection.modules)
-    checkpoint = quantized // 2 + quantized // 16 + 2 * rest
+    checkpoint = quantized + 2 * rest
     total = sum(parameters.values())
     smaller = f"{2 * total / checkpoint:.2f}x smaller than {_gigabytes(2 * total)} in BF16"
     yield (

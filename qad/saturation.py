@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from qad.arm import Arm
-from qad.nvfp4 import BLOCK_SIZE, FrozenScales, saturated_blocks, saturated_weight_blocks
+from qad.formats import FP8
+from qad.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FrozenScales, saturated_blocks, saturated_weight_blocks
 
 UNCOUNTED: Mapping[str, float | None] = {"saturated_weight_share": None, "saturated_input_share": None}
 _TOLERATED = 0.01
@@ -43,9 +44,8 @@ class Saturation:
         """
         assert self._arm.selection is not None
         self._saturated = self._inputs = 0
-        watched = (
-            [group[0] for group in self._arm.selection.groups] if self._arm.selection.quantizes_activations else []
-        )
+        quantized = set(self._arm.selection.with_input_scale)
+        watched = [group[0] for group in self._arm.selection.groups if group[0] in quantized]
         handles = [self._model.get_submodule(name).register_forward_pre_hook(self._count) for name in watched]
         try:
             yield
@@ -60,7 +60,8 @@ class Saturation:
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module.input_scale, Tensor)
-        self._saturated += int(saturated_blocks(args[0], module.input_scale))
+        largest = E4M3_MAX if module.format == FP8 else E2M1_MAX * E4M3_MAX
+        self._saturated += int(saturated_blocks(args[0], module.input_scale, largest))
         self._inputs += args[0].numel() // BLOCK_SIZE
 
     @torch.no_grad()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qad.errors import UsageError
+from qad.formats import algorithm_of, quantizes_activations
 from qad.fusion import experts_of, input_scale_groups, scale_groups
 
 if TYPE_CHECKING:
@@ -22,12 +24,14 @@ _NEVER = {
     "router": "router",
     "shared_expert_gate": "router",
 }
+_ONE_FORMAT: Mapping[str, str] = MappingProxyType({})
 _TOWERS = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The decision. format: NVFP4 (W4A4) or W4A16_NVFP4. modules: name -> (N, K), in model order.
+    """The decision. format: one of qad.formats.FORMATS. modules: name -> (N, K), in model order. formats: of the modules that
+    have another one.
 
     excluded: every other Linear, router and embedding -> reason. groups: the scale groups, each module in exactly one.
     input_groups: what shares one input scale; whole scale groups, all experts of a projection together.
@@ -36,6 +40,16 @@ class Selection:
     format: str
     modules: dict[str, tuple[int, int]]
     excluded: dict[str, str]
+    formats: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def format_of(self, module: str) -> str:
+        """Format of a selected module; all members of a scale group, and all experts of a layer, have the same."""
+        return self.formats.get(module, self.format)
+
+    @property
+    def algorithm(self) -> str:
+        """The format all modules have, or MIXED_PRECISION."""
+        return algorithm_of(self.format_of(module) for module in self.modules)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -46,23 +60,38 @@ class Selection:
         return input_scale_groups(self.modules)
 
     @property
+    def with_input_scale(self) -> list[str]:
+        """Modules whose inputs are quantized, in model order."""
+        return [module for module in self.modules if quantizes_activations(self.format_of(module))]
+
+    @property
     def quantizes_activations(self) -> bool:
-        return self.format == "NVFP4"
+        """True where any module's inputs are quantized."""
+        return bool(self.with_input_scale)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Selection:
-        return cls(raw["format"], {n: (s[0], s[1]) for n, s in raw["modules"].items()}, dict(raw["excluded"]))
+        modules = {n: (s[0], s[1]) for n, s in raw["modules"].items()}
+        return cls(raw["format"], modules, dict(raw["excluded"]), dict(raw.get("formats", {})))
 
 
-def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> Selection:
+def select(
+    model: nn.Module,
+    format: str,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    formats: Mapping[str, str] = _ONE_FORMAT,
+) -> Selection:
     """Decide for a model (meta device is enough) whose experts are split (qad.experts).
 
-    A pattern is a glob on the full module name. Heads, embeddings, routers, vision towers and Linears whose K is not
-    divisible by 16 are never quantized. Raises UsageError for a pattern that matches nothing, a scale group of
-    which only a part would be quantized, an empty selection, and experts that could not be split.
+    A pattern is a glob on the full module name. formats: pattern -> format of the modules that get another than `format`;
+    the first pattern that matches decides. Embeddings, routers, vision towers and Linears whose K is not divisible by
+    16 are never quantized; the output head only where `include` lists it by its full name. Raises UsageError for a
+    pattern that matches nothing, a scale group of which only a part would be quantized or that would have two formats,
+    a head that shares the embedding's weight, an empty selection, and experts that could not be split.
     """
     import torch.nn as nn
 
@@ -81,9 +110,11 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     heads = {n for n, m in model.named_modules() if m is head and head is not None}
+    asked = {name for name in heads if name in include}
+    _require_untied(model, asked)
     modules, excluded = {}, dict(others)
     for name, shape in linears.items():
-        reason = "output head" if name in heads else _reason(name, shape, include, exclude)
+        reason = "output head" if name in heads - asked else _reason(name, shape, include, exclude, name in asked)
         if reason:
             excluded[name] = reason
         else:
@@ -93,7 +124,44 @@ def select(model: nn.Module, format: str, include: Sequence[str] = ("*",), exclu
         raise UsageError(
             f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude"
         )
-    return Selection(format, modules, excluded)
+    selection = Selection(format, modules, excluded, _formats(formats, modules, format))
+    _require_one_format(selection)
+    return selection
+
+
+def _require_untied(model: nn.Module, asked: Iterable[str]) -> None:
+    config = getattr(model, "config", None)
+    if any(asked) and config is not None and config.get_text_config().tie_word_embeddings:
+        raise UsageError(
+            f"{', '.join(asked)} is included, but shares the embedding's weight (tie_word_embeddings), and engines do not "
+            "quantize embeddings: leave the head out of include, or untie the two in the source"
+        )
+
+
+def _formats(patterns: Mapping[str, str], modules: Iterable[str], format: str) -> dict[str, str]:
+    """Module -> format, where the first matching pattern names another than `format`."""
+    names, found = list(modules), {}
+    for pattern in patterns:
+        _require_match(pattern, names)
+    for name in names:
+        chosen = next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), format)
+        if chosen != format:
+            found[name] = chosen
+    return found
+
+
+def _require_one_format(selection: Selection) -> None:
+    """Engines run a scale group, and the experts of a layer, as one module."""
+    layers: dict[str, list[str]] = {}
+    for name in selection.modules:
+        layers.setdefault(experts_of(name) or "", []).append(name)
+    for group in [*selection.groups, *(names for layer, names in layers.items() if layer)]:
+        other = next((m for m in group if selection.format_of(m) != selection.format_of(group[0])), None)
+        if other:
+            raise UsageError(
+                f"{group[0]} would be {selection.format_of(group[0])} but {other} {selection.format_of(other)}: engines run "
+                "them as one module, so give all of them one format"
+            )
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
@@ -111,8 +179,10 @@ def never_quantized(module: str) -> str | None:
     return f"inside {tower}" if tower else None
 
 
-def _reason(name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str]) -> str | None:
-    never = never_quantized(name)
+def _reason(
+    name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str], asked: bool
+) -> str | None:
+    never = None if asked else never_quantized(name)
     if never:
         return never
     if shape[1] % BLOCK_SIZE:
@@ -160,15 +230,18 @@ def _require_all_experts(modules: dict[str, tuple[int, int]], excluded: dict[str
 
 
 def describe(selection: Selection) -> list[str]:
-    """Lines to print before any work: counts by leaf name, then what stays BF16 and why."""
-    leaves: dict[str, int] = {}
-    for name in selection.modules:
-        leaves[name.rpartition(".")[2]] = leaves.get(name.rpartition(".")[2], 0) + 1
-    parameters = sum(n * k for n, k in selection.modules.values())
-    lines = [
-        f"{selection.format}: {len(selection.modules)} Linears, {parameters / 1e6:,.1f} M weights in "
-        f"{len(selection.groups)} scale groups ({', '.join(f'{leaf} {count}' for leaf, count in leaves.items())})"
-    ]
+    """Lines to print before any work: for each format, counts by leaf name; then what stays BF16 and why."""
+    lines = []
+    for format in dict.fromkeys(selection.format_of(module) for module in selection.modules):
+        modules = {name: shape for name, shape in selection.modules.items() if selection.format_of(name) == format}
+        leaves: dict[str, int] = {}
+        for name in modules:
+            leaves[name.rpartition(".")[2]] = leaves.get(name.rpartition(".")[2], 0) + 1
+        parameters = sum(n * k for n, k in modules.values())
+        lines.append(
+            f"{format}: {len(modules)} Linears, {parameters / 1e6:,.1f} M weights in "
+            f"{len(scale_groups(modules))} scale groups ({', '.join(f'{leaf} {count}' for leaf, count in leaves.items())})"
+        )
     reasons: dict[str, list[str]] = {}
     for name, reason in selection.excluded.items():
         reasons.setdefault(reason, []).append(name)

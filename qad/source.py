@@ -23,6 +23,8 @@ from qad.errors import SourceError
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
              "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
              "additional_chat_templates/*"]  # fmt: skip
+HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -83,6 +85,11 @@ class Checkpoint:
         """Head and embedding are one weight; a head that is stored all the same is not used."""
         return bool(self.config.get("tie_word_embeddings", False))
 
+    @property
+    def embedding(self) -> str | None:
+        """Name of the embedding's weight, None where it has none of the usual ones."""
+        return next((name for name in self.tensors if name.endswith(_EMBEDDINGS)), None)
+
 
 def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Checkpoint:
     """Open a local folder or a hub name. Raises SourceError with the remedy for anything that is not a whole BF16,
@@ -110,13 +117,12 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
 
 def _require_one_head(checkpoint: Checkpoint) -> None:
     """transformers silently unties a stored head that differs from the embedding; then nobody knows what is meant."""
-    names = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-    embedding = next((name for name in checkpoint.tensors if name.endswith(names)), None)
-    if not checkpoint.tied_embeddings or "lm_head.weight" not in checkpoint.tensors or embedding is None:
+    embedding = checkpoint.embedding
+    if not checkpoint.tied_embeddings or HEAD not in checkpoint.tensors or embedding is None:
         return
-    if not torch.equal(checkpoint.get("lm_head.weight"), checkpoint.get(embedding)):
+    if not torch.equal(checkpoint.get(HEAD), checkpoint.get(embedding)):
         raise SourceError(
-            f"{checkpoint.folder}: config.json says head and embedding are tied, but lm_head.weight differs from {embedding}: "
+            f"{checkpoint.folder}: config.json says head and embedding are tied, but {HEAD} differs from {embedding}: "
             "set tie_word_embeddings to false, or remove lm_head.weight"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from qad.config import Method, Recipe
 from qad.data_config import Data, Generations
 from qad.errors import SourceError, UsageError
 from qad.finite import first_not_finite
+from qad.formats import FP8
 from qad.fusion import experts_of
 from qad.generate import TeacherText
 from qad.kv_cache import CALIBRATES, CAST, OFF, attentions
@@ -102,7 +104,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     tokenizer = load_tokenizer(source.folder)
     section = recipe.quantize
     skeleton = load_skeleton(source)
-    selection = select(skeleton, section.format, section.include, section.exclude)
+    selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
     _require_tensors(source, selection)
     _check_kv_cache(section.kv_cache, skeleton)
     check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
@@ -207,26 +209,28 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
-        write_arm(folder, "ptq", job.source, job.selection, found.input_scales, scales=job.recipe.quantize.scales,
-                  frozen=_frozen_scales(job), kv_scales=found.kv_scales, tokens={"calibration": windows.tokens},
-                  text={"calibration": windows.facts()}, **facts)  # fmt: skip
+        frozen = _frozen_scales(job)
+        write_arm(folder, "ptq", job.source, job.selection, found.input_scales, frozen=frozen,
+                  scales=job.recipe.quantize.scales if frozen else DYNAMIC, kv_scales=found.kv_scales,
+                  tokens={"calibration": windows.tokens}, text={"calibration": windows.facts()}, **facts)  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
 
 def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
-    """Of every selected module, found once per scale group; empty for dynamic scales."""
+    """Of every 4-bit module, found once per scale group; empty for dynamic scales."""
     strategy = job.recipe.quantize.scales
     if strategy == DYNAMIC:
         return {}
-    size = {module: n * k for module, (n, k) in job.selection.modules.items()}
+    groups = [group for group in job.selection.groups if job.selection.format_of(group[0]) != FP8]
+    size = {module: math.prod(job.selection.modules[module]) for group in groups for module in group}
     total = sum(size.values())
     frozen: dict[str, FrozenScales] = {}
     with (
         compilation(True if total >= _COMPILE_FROM else None),
         tqdm(total=total, unit="weight", unit_scale=True, desc=f"{strategy} scales", mininterval=2.0) as bar,
     ):
-        for group in job.selection.groups:
+        for group in groups:
             weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
             frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
             bar.update(sum(size[module] for module in group))

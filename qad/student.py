@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qad.arm import Arm, fake_quantize_group
 from qad.errors import ArtifactError
-from qad.linear import NVFP4Linear, wrap_linears
+from qad.linear import QuantizedLinear, wrap_linears
 from qad.nvfp4 import FrozenScales
 from qad.saturation import Saturation
 
@@ -36,11 +36,16 @@ class Student:
     def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
+        if arm.source.tied_embeddings and not arm.tied_embeddings:
+            raise ArtifactError(
+                f"{arm.folder} has a head of its own, which {arm.source.folder} ties: untie them in the source"
+            )
         self.model: Any = model
         self.arm = arm
         self.selection = arm.selection
         arm.require_input_scales()
-        wrap_linears(model, {name: arm.input_scales.get(name) for name in self.selection.modules})
+        scales, format_of = arm.input_scales, self.selection.format_of
+        wrap_linears(model, {name: (scales.get(name), format_of(name)) for name in self.selection.modules})
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             master = arm.weight(name).to(device=parameter.device, dtype=torch.float32, copy=True)
@@ -71,7 +76,7 @@ class Student:
         deployed: set[str] = set()
         for group in self.selection.groups:
             weights = {module: self.masters[f"{module}.weight"] for module in group}
-            for module, decoded in fake_quantize_group(weights, self.frozen):
+            for module, decoded in fake_quantize_group(weights, self.frozen, self.selection.format_of(group[0])):
                 parameters[f"{module}.weight"].copy_(decoded)
                 deployed.add(f"{module}.weight")
         for name, parameter in parameters.items():
@@ -90,7 +95,7 @@ class Student:
     def quantize_inputs(self, enabled: bool) -> None:
         """False: the inputs of the selected Linears stay in the compute dtype (W4A16) until it is turned on again."""
         for module in self.model.modules():
-            if isinstance(module, NVFP4Linear):
+            if isinstance(module, QuantizedLinear):
                 module.quantizes_input = enabled
 
     @torch.no_grad()
@@ -108,7 +113,7 @@ class Student:
                 m: self.arm.weight(f"{m}.weight").to(device=self.masters[f"{m}.weight"].device, dtype=torch.float32)
                 for m in group
             }
-            for module, decoded in fake_quantize_group(start_weights, self.frozen):
+            for module, decoded in fake_quantize_group(start_weights, self.frozen, self.selection.format_of(group[0])):
                 value = deployed[f"{module}.weight"]
                 codes += int((decoded.to(value.dtype) != value).sum())
                 elements += value.numel()

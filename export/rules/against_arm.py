@@ -12,19 +12,23 @@ from export.findings import Finding, error, warning
 from export.folder import FLOATING, Folder
 from export.layout import Layout
 from export.rules.against_source import against_source
-from qad.arm import Arm, open_arm, quantize_group
+from qad.arm import Arm, Quantized, open_arm, quantize_group
+from qad.formats import FP8, NVFP4
+from qad.fp8 import Fp8Tensor
+from qad.fp8 import dequantize as dequantize_fp8
 from qad.fusion import scale_groups
-from qad.nvfp4 import QuantizedTensor, dequantize
+from qad.nvfp4 import dequantize
 
-# Gaussian weights have .094-.096 under max calibration.
+# Gaussian weights have .094-.096 in 4 bits under max calibration, .026 in FP8.
 _RELATIVE_ERROR = 0.15
+_FP8_RELATIVE_ERROR = 0.05
 
 
 def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     """Decoded weights, input scales and unquantized tensors against the arm's own, config and prompts against its
     source's. Assumes a folder without errors. Raises ArtifactError where `source` is no finished arm."""
     arm = open_arm(source)
-    known = {*arm.source.tensors}
+    known = {*arm.source.tensors, *arm.trained_shapes()}
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
@@ -41,7 +45,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
             if stored.shape != own.shape or not torch.equal(_bits(stored), _bits(own)):
                 told = f"{name} is not {arm.name}'s, rounded to BF16"
                 yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
-    yield from against_source(folder, arm.source)
+    yield from against_source(folder, arm.source, arm.config)
 
 
 def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
@@ -50,21 +54,24 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
     same = whole = 0
     assert arm.selection is not None
     for group in arm.selection.groups:
-        weights = {module: arm.weight(f"{module}.weight") for module in group}
-        expected = quantize_group(weights, arm.frozen_scales(group))
-        for module, own in expected.items():
+        for module, own in arm.quantize(group).items():
             wanted = layout.tensors(module, own, None)
             found = {name: folder.get(name) for name in wanted if name in folder.tensors}
             if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
                 whole += 1
                 same += all(torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
-                            for leaf in (layout.codes, layout.block_scale))  # fmt: skip
+                            for leaf in _exact_leaves(layout, own))  # fmt: skip
     return same, whole
+
+
+def _exact_leaves(layout: Layout, own: Quantized) -> tuple[str, ...]:
+    """What no conversion changes."""
+    return ("weight", "weight_scale") if isinstance(own, Fp8Tensor) else (layout.codes, layout.block_scale)
 
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:
     weights = {module: arm.weight(f"{module}.weight") for module in group}
-    expected = quantize_group(weights, arm.frozen_scales(group))
+    expected = quantize_group(weights, arm.frozen_scales(group), folder.format_of(group[0]))
     for module, weight in weights.items():
         stored = folder.quantized(module)
         if stored.shape != weight.shape:
@@ -72,9 +79,11 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
                         f"export {arm.folder} again")  # fmt: skip
             continue
         same = _same(folder, module, expected[module])
-        ratio = _relative_error(dequantize(stored), weight)
-        if not ratio <= _RELATIVE_ERROR:
-            told = f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about 0.095"
+        eight = isinstance(stored, Fp8Tensor)
+        ratio = _relative_error(_decoded(stored), weight)
+        if not ratio <= (_FP8_RELATIVE_ERROR if eight else _RELATIVE_ERROR):
+            usual = "0.026" if eight else "0.095"
+            told = f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about {usual}"
             if same:
                 yield warning("W3", module, told + ", as its own quantization does", "keep this module in BF16")
             else:
@@ -83,10 +92,19 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
             other.append(module)
 
 
-def _same(folder: Folder, module: str, own: QuantizedTensor) -> bool:
+def _decoded(stored: Quantized) -> Tensor:
+    return dequantize_fp8(stored) if isinstance(stored, Fp8Tensor) else dequantize(stored)
+
+
+def _same(folder: Folder, module: str, own: Quantized) -> bool:
     """The tensors of the file are what this arm's export would hold, bit for bit; a scale that was converted from the other
     layout may differ in its last bit."""
     stored = folder.quantized(module)
+    if isinstance(own, Fp8Tensor):
+        assert isinstance(stored, Fp8Tensor)  # both have the folder's format
+        values = torch.equal(_bits(own.values), _bits(stored.values))
+        return values and torch.equal(_bits(own.scale.reshape(1)), _bits(stored.scale.reshape(1)))
+    assert not isinstance(stored, Fp8Tensor)
     codes = torch.equal(_bits(own.packed), _bits(stored.packed))
     return codes and torch.equal(_bits(own.block_scale), _bits(stored.block_scale)) and _within_one_ulp(
         stored.global_scale, own.global_scale
@@ -113,11 +131,12 @@ def _quantized_otherwise(arm: Arm, other: list[str], modules: int) -> Iterator[F
 def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Finding]:
     other: list[str] = []
     for module in modules:
-        name = f"{module}.{folder.layout.input_scale}"
+        format = folder.format_of(module)
+        name = f"{module}.{folder.layout.leaves_of(NVFP4 if format != FP8 else FP8)[-1]}"
         own = arm.input_scales.get(module)
         if own is None or name not in folder.tensors:
             continue
-        if not _within_one_ulp(folder.layout.decode_scale(folder.get(name)), own):
+        if not _within_one_ulp(folder.layout.decode_scale(folder.get(name), format), own):
             other.append(module)
     if 2 * len(other) < len(modules):
         for module in other:

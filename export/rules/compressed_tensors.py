@@ -1,4 +1,5 @@
-"""E1 for the compressed-tensors layout: quantization_config says NVFP4, whole, in the words of the library's data classes.
+"""E1 for the compressed-tensors layout: quantization_config says what the tensors are, whole, in the words of the library's
+data classes.
 
 A key that is left out has the library's default (8-bit integers, one scale a tensor), and an unknown one inside a group
 is refused by it, so both are errors here.
@@ -9,18 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from export.compressed_tensors import FORMAT
+from export.compressed_tensors import MIXED_FORMAT, format_name, numbers
 from export.config_files import CONFIG, NESTED
+from export.exclude import compressed_tensors_quantizes
 from export.findings import Finding, error
 from export.folder import Folder, mapping, names
+from qad.formats import FP8, NVFP4
 
 _AGAIN = "`qad check --fix` writes it anew, or export the arm again"
-_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
-            "dynamic": False}  # fmt: skip
-_ACTIVATIONS = {**_WEIGHTS, "dynamic": "local"}
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
-_NUMBER_KEYS = {*_WEIGHTS, "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"}
+_NUMBER_KEYS = {
+    "num_bits",
+    "type",
+    "strategy",
+    "group_size",
+    "symmetric",
+    "dynamic",
+    "block_structure",
+    "actorder",
+    "scale_dtype",
+    "zp_dtype",
+    "observer",
+    "observer_kwargs",
+}
 _KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
@@ -29,8 +42,11 @@ def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     if folder.nested is not None:
         yield error("E1", NESTED, "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's",
                     f"remove {NESTED}", "trtllm")  # fmt: skip
-    if outer.get("format") != FORMAT:
-        yield _error(f"format is {outer.get('format')!r}, the tensors are {FORMAT}", f"set it to {FORMAT}")
+    stored = {folder.stored_format(module) for module in folder.packed}
+    kinds = {format_name(format) for format in stored or {NVFP4}}
+    wanted = kinds.pop() if len(kinds) == 1 else MIXED_FORMAT
+    if outer.get("format") != wanted:
+        yield _error(f"format is {outer.get('format')!r}, the tensors are {wanted}", f"set it to {wanted}")
     if outer.get("quantization_status") != "compressed":
         status = outer.get("quantization_status")
         yield _error(f"quantization_status is {status!r}: transformers looks for unpacked weights and makes them up",
@@ -41,40 +57,47 @@ def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         yield _error(f"config_groups is {groups!r}, expected an object of objects: nothing is quantized", _AGAIN)
         return
+    seen: set[str] = set()
     for name, group in groups.items():
-        yield from _group(str(name), group)
-    if len({bool(group.get("input_activations")) for group in groups.values()}) > 1:
-        yield _error(
-            "some config groups quantize activations and some do not: only one algorithm a folder is checked", _AGAIN
-        )
+        targets = names(group.get("targets"))
+        for target in seen.intersection(targets):
+            yield _error(f"{target} is a target of two config groups: which one counts depends on the reader", _AGAIN)
+        seen.update(targets)
+        stores = (m for m in folder.packed if compressed_tensors_quantizes(m, targets, []))
+        yield from _group(str(name), group, folder.stored_format(next(stores, "")), wanted == MIXED_FORMAT)
     yield from _kv_cache(outer.get("kv_cache_scheme"))
 
 
-def _group(name: str, group: dict[str, Any]) -> Iterator[Finding]:
+def _group(name: str, group: dict[str, Any], stored: str, mixed: bool) -> Iterator[Finding]:
+    """stored: format of the tensors of its first target. mixed: each group has to say its own format."""
+    format = format_name(stored)
     for key in sorted({*group} - _GROUP_KEYS):
         yield _error(f"{name}.{key} is no key of a config group: the library refuses it", f"remove {key}")
-    if group.get("format") not in (None, FORMAT):
-        yield _error(f"{name}.format is {group['format']!r}, the tensors are {FORMAT}", f"set it to {FORMAT}")
+    if group.get("format") not in ((format,) if mixed else (None, format)):
+        yield _error(f"{name}.format is {group.get('format')!r}, the tensors are {format}", f"set it to {format}")
     targets = group.get("targets")
     if not names(targets) or names(targets) != targets:
         yield _error(f"{name}.targets is {targets!r}, expected module types or names", '["Linear"]')
-    yield from _numbers(f"{name}.weights", group.get("weights"), _WEIGHTS)
-    if group.get("input_activations") is not None:
-        yield from _numbers(f"{name}.input_activations", group["input_activations"], _ACTIVATIONS)
+    weights, inputs = numbers(FP8 if stored == FP8 else NVFP4)
+    yield from _numbers(f"{name}.weights", group.get("weights"), weights)
+    if stored == FP8 or group.get("input_activations") is not None:
+        yield from _numbers(f"{name}.input_activations", group.get("input_activations"), inputs or {})
     if group.get("output_activations") is not None:
-        yield _error(f"{name}.output_activations is not null: NVFP4 does not quantize outputs", "set it to null")
+        yield _error(
+            f"{name}.output_activations is not null: neither NVFP4 nor FP8 quantizes outputs", "set it to null"
+        )
 
 
-def _numbers(where: str, numbers: object, wanted: dict[str, Any]) -> Iterator[Finding]:
-    if not isinstance(numbers, dict):
-        yield _error(f"{where} is {numbers!r}, expected an object", _AGAIN)
+def _numbers(where: str, given: object, wanted: dict[str, Any]) -> Iterator[Finding]:
+    if not isinstance(given, dict):
+        yield _error(f"{where} is {given!r}, expected an object", _AGAIN)
         return
-    for key in sorted({*numbers} - _NUMBER_KEYS):
+    for key in sorted({*given} - _NUMBER_KEYS):
         yield _error(f"{where}.{key} is no key the library knows: it refuses the model", f"remove {key}")
     for key, value in wanted.items():
-        found = numbers.get(key, _DEFAULTS.get(key))
+        found = given.get(key, _DEFAULTS.get(key))
         if found != value or isinstance(found, bool) != isinstance(value, bool):
-            yield _error(f"{where}.{key} is {found!r}, NVFP4 is {value!r}", f"set it to {value!r}")
+            yield _error(f"{where}.{key} is {found!r}, expected {value!r}", f"set it to {value!r}")
 
 
 def _kv_cache(scheme: object) -> Iterator[Finding]:

@@ -8,17 +8,23 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from export.exclude import (
+    TrtllmFormats,
     compressed_tensors_quantizes,
     matches_any,
     trtllm_excludes,
     vllm_compressed_tensors_quantizes,
     vllm_excludes,
+    vllm_format,
 )
 from export.findings import Finding, error, warning
 from export.folder import Folder
 from export.layout import COMPRESSED_TENSORS, SCALES
+from qad.formats import MIXED
 
 _AGAIN = "export the arm again"
+
+
+Readers = list[tuple[str, Callable[[str], str | None]]]
 
 
 def e7_exclusion(folder: Folder) -> Iterator[Finding]:
@@ -32,21 +38,38 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
         elif not matches_any(pattern, known):
             yield warning("E7", pattern, "is excluded, but no module has a name like that: a misspelling?", "remove it")
     everything = {*folder.packed, *folder.linears}
+    readers = _readers(folder, everything)
     for module, packed in [*((m, True) for m in folder.packed), *((m, False) for m in folder.linears)]:
-        for engine, excludes in _readers(folder, everything):
+        for engine, format_for in readers:
             try:
-                excluded = excludes(module)
+                runs_as = format_for(module)
             except ValueError as refusal:
                 yield error(
                     "E7", module, f"{refusal}: vLLM refuses to load", "exclude all fused members or none", engine
                 )
                 continue
-            if packed and excluded:
-                yield error("E7", module, "is packed but its name is excluded: the engine would read codes as BF16 weights",
-                            "list full names of unquantized modules only", engine)  # fmt: skip
-            elif not packed and not excluded:
+            if packed and runs_as is None:
+                yield error("E7", module, "is packed but excluded, or missing in quantized_layers: the engine would "
+                            "read codes as BF16 weights", "list it as what it is", engine)  # fmt: skip
+            elif packed and runs_as != folder.format_of(module):
+                yield error("E7", module, f"is {folder.format_of(module)}, but the engine takes {runs_as} from another name in "
+                            "quantized_layers, which it finds first", _AGAIN, engine)  # fmt: skip
+            elif not packed and runs_as is not None:
                 yield error("E7", module, "has a BF16 weight but is not excluded: the engine would wait for its scales",
                             f"add {module} to the exclude lists", engine)  # fmt: skip
+    yield from _unbuilt(folder, readers)
+
+
+def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
+    """What transformers does not load may be built by an engine, as draft models are."""
+    for module in folder.unbuilt:
+        try:
+            engine = next((engine for engine, format_for in readers if format_for(module) is not None), None)
+        except ValueError:
+            engine = "vllm"
+        if engine:
+            yield warning("E7", module, "has a BF16 weight that the architecture's class does not load, and is not excluded: "
+                          "an engine that builds it would wait for its scales", f"add {module} to the exclude lists", engine)  # fmt: skip
 
 
 def _known_modules(folder: Folder) -> set[str]:
@@ -56,17 +79,23 @@ def _known_modules(folder: Folder) -> set[str]:
     return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
 
 
-def _readers(folder: Folder, everything: set[str]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Who reads the layout, and by which rule a module stays unquantized there."""
-    patterns, targets = folder.excluded, folder.targets
+def _readers(folder: Folder, everything: set[str]) -> Readers:
+    """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
+    patterns, targets, own = folder.excluded, folder.targets, folder.format_of
     if folder.layout is COMPRESSED_TENSORS:
         return [
-            ("vllm", lambda m: not vllm_compressed_tensors_quantizes(m, targets, patterns, everything)),
-            ("all", lambda m: not compressed_tensors_quantizes(m, targets, patterns)),
+            ("vllm", lambda m: own(m) if vllm_compressed_tensors_quantizes(m, targets, patterns, everything) else None),
+            ("all", lambda m: own(m) if compressed_tensors_quantizes(m, targets, patterns) else None),
+        ]
+    if folder.algorithm == MIXED:
+        layers, trtllm = folder.listed, TrtllmFormats(folder.listed, everything)
+        return [
+            ("vllm", lambda m: vllm_format(m, layers, patterns, everything)),
+            ("trtllm", lambda m: None if trtllm_excludes(m, patterns) else trtllm.of(m)),
         ]
     return [
-        ("vllm", lambda m: vllm_excludes(m, patterns, everything)),
-        ("trtllm", lambda m: trtllm_excludes(m, patterns)),
+        ("vllm", lambda m: None if vllm_excludes(m, patterns, everything) else own(m)),
+        ("trtllm", lambda m: None if trtllm_excludes(m, patterns) else own(m)),
     ]
 
 
@@ -82,7 +111,11 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
         if folder.tied and name == "lm_head.weight" and _differs_from_the_embedding(folder):
             yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
                         "use the embedding", "set tie_word_embeddings to false, or remove lm_head.weight")  # fmt: skip
-        if folder.tied and module == "lm_head" and (leaf in SCALES or folder.tensors[name][1].dtype == "U8"):
+        if (
+            folder.tied
+            and module == "lm_head"
+            and (leaf in SCALES or folder.tensors[name][1].dtype in ("U8", "F8_E4M3"))
+        ):
             yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
                         "keep head and embedding BF16, or untie them")  # fmt: skip
 

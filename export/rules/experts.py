@@ -36,16 +36,27 @@ def e9_experts(folder: Folder) -> Iterator[Finding]:
                 "E9", f"{parent}.{max(by_number)}", f"is there, but config.json has {wanted} experts", "correct it"
             )
         yield from _shapes(folder, parent)
+        yield from _formats(folder, parent)
+
+
+def _formats(folder: Folder, parent: str) -> Iterator[Finding]:
+    """An engine runs the experts of a layer as one module, of one format."""
+    formats = {m: folder.format_of(m) for m in folder.packed if m.startswith(f"{parent}.")}
+    first = next(iter(formats), "")
+    other = next((module for module, format in formats.items() if format != formats[first]), None)
+    if other:
+        yield error("E9", other, f"is {formats[other]}, {first} is {formats[first]}: engines run the experts of a layer in one "
+                    "format", _AGAIN)  # fmt: skip
 
 
 def _shapes(folder: Folder, parent: str) -> Iterator[Finding]:
     """[N, K] of each projection is that of the other experts and of the fused parameter, whichever way it is transposed."""
-    codes = folder.layout.codes
     by_projection: dict[str, dict[str, tuple[int, int]]] = {}
     for module in folder.packed:
-        match, entry = _EXPERT.match(module), folder.entry(f"{module}.{codes}")
-        if match and match[1] == parent and entry is not None and len(entry.shape) == 2:
-            by_projection.setdefault(module.rpartition(".")[2], {})[module] = (entry.shape[0], entry.shape[1] * 2)
+        match = _EXPERT.match(module)
+        shape = folder.shape_of(module) if match and match[1] == parent else None
+        if shape is not None:
+            by_projection.setdefault(module.rpartition(".")[2], {})[module] = shape
     for projection, shapes in by_projection.items():
         usual = Counter(shapes.values()).most_common(1)[0][0]
         for module, shape in shapes.items():

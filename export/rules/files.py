@@ -57,7 +57,7 @@ def _index(folder: Folder) -> Iterator[Finding]:
 def _split_modules(folder: Folder) -> Iterator[Finding]:
     files: dict[str, set[str]] = {}
     for module in folder.packed:
-        for leaf in folder.layout.leaves:
+        for leaf in folder.leaves_of(module):
             if f"{module}.{leaf}" in folder.tensors:
                 files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
     split = [module for module, found in files.items() if len(found) > 1]

@@ -10,11 +10,15 @@ from export.findings import Finding, error, warning
 from export.folder import Folder, mapping, names
 from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
+from qad.formats import FORMATS, FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, quantizes_activations
 
-CHECKED = ("NVFP4", "W4A16_NVFP4")
+CHECKED = (*FORMATS, MIXED)
+# Of modules of a mixed checkpoint, known to engines but not to this checker.
+_OTHERS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W4A8_AWQ", "W8A16",
+           "W8A8_SQ_PER_CHANNEL", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "INT4_AWQ")  # fmt: skip
 _NESTED_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 _NESTED = "hf_quant_config.json"
-_FOUR_BITS = {"num_bits": 4, "type": "float", "dynamic": False}
+_NUMBERS = {"type": "float", "dynamic": False}
 _AGAIN = "export the arm again"
 
 
@@ -38,6 +42,8 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     if outer is None:
         return
     yield from _same("quant_algo", outer.get("quant_algo"), nested.get("quant_algo"))
+    if MIXED in (outer.get("quant_algo"), nested.get("quant_algo")):
+        yield from _same_layers(mapping(outer.get("quantized_layers")), mapping(nested.get("quantized_layers")))
     for module in sorted({*names(outer.get("ignore"))} ^ {*names(nested.get("exclude_modules"))}):
         yield error("E1", module, "is in only one of the two exclude lists: vLLM and TensorRT-LLM would load it differently",
                     "make config.json `ignore` and hf_quant_config.json `exclude_modules` equal")  # fmt: skip
@@ -72,16 +78,53 @@ def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
         yield error("E1", "config.json", f"config_groups is {groups!r}, expected an object of objects", _AGAIN)
     yield from _sixteen("config.json", outer.get("group_size"), "group_size" in outer)
     for name, group in mapping(groups).items():
-        yield from _group(str(name), mapping(group), folder.algorithm == "NVFP4")
+        yield from _group(str(name), mapping(group), _format_of_group(folder, mapping(group)))
+    if folder.algorithm == MIXED:
+        yield from _layers("config.json", outer)
+        yield from _targets(folder, mapping(groups))
     untargeted = [m for m in folder.packed if not compressed_tensors_quantizes(m, folder.targets, [])]
     if untargeted and folder.targets:
         yield error("E1", "config.json", f"no target of the config groups is or names {untargeted[0]}, which is packed "
                     f"({len(untargeted)} modules)", 'set targets to ["Linear"]')  # fmt: skip
 
 
-def _group(name: str, group: dict[str, Any], activations: bool) -> Iterator[Finding]:
-    """What a config group says about weights and activations is what NVFP4 is."""
-    for what, wanted in (("weights", True), ("input_activations", activations)):
+def _format_of_group(folder: Folder, group: dict[str, Any]) -> str:
+    """What a config group is to say: the algorithm of the folder, or of its first target where it is mixed."""
+    first = next(iter(names(group.get("targets"))), "")
+    listed = folder.announced_format(first)
+    return listed if listed in FORMATS else folder.stored_format(first)
+
+
+def _layers(place: str, outer: dict[str, Any]) -> Iterator[Finding]:
+    """quantized_layers is an object of objects whose blocks have 16 elements."""
+    for module, layer in mapping(outer.get("quantized_layers")).items():
+        if not isinstance(layer, dict) or not layer.get("quant_algo"):
+            yield error("E1", str(module), f"quantized_layers of {place} gives it {layer!r}: vLLM fails on it", _AGAIN)
+        elif layer["quant_algo"] in FOUR_BITS:
+            yield from _sixteen(f"{place} quantized_layers {module}", layer.get("group_size"), True)
+
+
+def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
+    """Every module of a mixed folder is a target of one config group, beside others of its own algorithm."""
+    seen: dict[str, str] = {}
+    for name, group in groups.items():
+        targets = names(mapping(group).get("targets"))
+        for target in targets:
+            if target in seen:
+                yield error("E1", target, f"is a target of {seen[target]} and of {name}", _AGAIN)
+            seen[target] = str(name)
+        formats = {target: folder.announced_format(target) for target in targets}
+        other = next((target for target in targets if formats[target] != formats[targets[0]]), None)
+        if other:
+            yield error("E1", other, f"is {formats[other]} by quantized_layers, but a target of {name} with {targets[0]}, which "
+                        f"is {formats[targets[0]]}", _AGAIN)  # fmt: skip
+
+
+def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
+    """What a config group says about weights and activations is what its format is."""
+    eight = format == FP8
+    bits = {**_NUMBERS, "num_bits": 8 if eight else 4}
+    for what, wanted in (("weights", True), ("input_activations", quantizes_activations(format))):
         numbers = group.get(what)
         if (numbers is not None) != wanted:
             has = "has" if numbers is not None else "lacks"
@@ -89,22 +132,29 @@ def _group(name: str, group: dict[str, Any], activations: bool) -> Iterator[Find
         elif wanted and not isinstance(numbers, dict):
             yield error("E1", "config.json", f"{name}.{what} is {numbers!r}, expected an object", _AGAIN)
         elif wanted:
-            yield from _sixteen(f"config.json {name}.{what}", mapping(numbers).get("group_size"), True)
-            found = {key: value for key, value in mapping(numbers).items() if key in _FOUR_BITS}
-            if found != _FOUR_BITS or found["dynamic"] is not False:
-                yield error("E1", "config.json", f"{name}.{what} says {found}, NVFP4 is {_FOUR_BITS}", _AGAIN)
+            size = mapping(numbers).get("group_size")
+            if not eight:
+                yield from _sixteen(f"config.json {name}.{what}", size, True)
+            elif size is not None:
+                yield error(
+                    "E1", "config.json", f"{name}.{what} has group_size {size!r}, FP8 has one scale a tensor", _AGAIN
+                )
+            found = {key: value for key, value in mapping(numbers).items() if key in bits}
+            if found != bits or found["dynamic"] is not False:
+                yield error("E1", "config.json", f"{name}.{what} says {found}, {format} is {bits}", _AGAIN)
     targets = group.get("targets")
     if not names(targets) or names(targets) != targets:
         yield error("E1", "config.json", f"{name}.targets is {targets!r}, expected module types or names", '["Linear"]')
 
 
 def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
-    mixed = nested.get("quant_algo") == "MIXED_PRECISION"
+    algorithm = nested.get("quant_algo")
     for key in _NESTED_KEYS:
-        if key not in nested and not mixed:
+        needless = algorithm == MIXED or (algorithm == FP8 and key == "group_size")
+        if key not in nested and not needless:
             yield error("E1", _NESTED, f"lacks {key}: vLLM fails on it", f"add {key}")
     yield from _list_of_names(_NESTED, "exclude_modules", nested.get("exclude_modules"), "exclude_modules" in nested)
-    if nested.get("quant_algo") in CHECKED:
+    if algorithm in FOUR_BITS:
         yield from _sixteen(_NESTED, nested.get("group_size"), "group_size" in nested)
     known = ("FP8", "NVFP4", "INT8", None)
     if nested.get("kv_cache_quant_algo") not in known:
@@ -132,16 +182,51 @@ def _same(what: str, outer: object, nested: object) -> Iterator[Finding]:
         )
 
 
+def _same_layers(outer: dict[str, Any], nested: dict[str, Any]) -> Iterator[Finding]:
+    """Listed the same in both places, and in one order, by which TensorRT-LLM finds a module."""
+    for module in sorted({*outer, *nested}):
+        if outer.get(module) != nested.get(module):
+            yield error("E1", module, f"quantized_layers of config.json gives it {outer.get(module)!r}, hf_quant_config.json "
+                        f"{nested.get(module)!r}: vLLM and TensorRT-LLM would load it differently",
+                        "make the two places equal")  # fmt: skip
+
+
 def e2_algorithm(folder: Folder) -> Iterator[Finding]:
     """The algorithm is one this checker knows; others are unsupported here, not broken."""
     if folder.algorithm is None:
-        yield error("E2", "config.json", "names no quant_algo", "set it to NVFP4 or W4A16_NVFP4, as the tensors are")
+        yield error("E2", "config.json", "names no quant_algo", f"set it to {' or '.join(FORMATS)}, as the tensors are")
     elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_nvfp4:
         yield error("E2", "config.json", f"quant_algo is {folder.algorithm}, but modules are packed in 4 bits: the engine reads "
                     "codes as FP8 weights", "set it to NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
-    elif folder.algorithm == "MIXED_PRECISION" and not mapping((folder.quantization or {}).get("quantized_layers")):
+    elif folder.algorithm == MIXED and folder.layout is MODELOPT and not folder.listed:
         yield error("E2", "config.json", "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every "
                     "layer unquantized", "list them, or set NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
+    elif _unknown_algorithms(folder):
+        module, algorithm = _unknown_algorithms(folder)[0]
+        yield error("E2", module, f"quantized_layers gives it {algorithm!r}, which no engine knows", _AGAIN)
+    elif unchecked_layers(folder):
+        unknown = ", ".join(unchecked_layers(folder))
+        yield warning("E2", "config.json", f"quantized_layers has {unknown}, which this checker does not know: only files, index "
+                      "and metadata were checked", "check it with the tool that made it")  # fmt: skip
+    elif (folder.quantization or {}).get("quant_algo") == NVFP4 and folder.algorithm == W4A16_NVFP4:
+        yield warning("E2", "config.json", "quant_algo is NVFP4, but no config group has input_activations: vLLM runs it as "
+                      "W4A16_NVFP4, TensorRT-LLM waits for input scales", "set quant_algo to W4A16_NVFP4", "trtllm")  # fmt: skip
     elif folder.algorithm not in CHECKED:
         yield warning("E2", "config.json", f"quant_algo {folder.algorithm} is not one this checker knows: only files, index and "
                       "metadata were checked", "check it with the tool that made it")  # fmt: skip
+
+
+def unchecked_layers(folder: Folder) -> list[str]:
+    """Algorithms of a mixed folder that engines know and this checker does not."""
+    return sorted({algorithm for _, algorithm in _listed(folder) if algorithm in _OTHERS})
+
+
+def _unknown_algorithms(folder: Folder) -> list[tuple[str, str]]:
+    return [(m, algorithm) for m, algorithm in _listed(folder) if algorithm not in (*FORMATS, *_OTHERS)]
+
+
+def _listed(folder: Folder) -> list[tuple[str, str]]:
+    if folder.algorithm != MIXED or folder.layout is not MODELOPT:
+        return []
+    layers = mapping((folder.quantization or {}).get("quantized_layers"))
+    return [(module, str(mapping(layer).get("quant_algo"))) for module, layer in layers.items()]

@@ -11,6 +11,7 @@ from torch import Tensor
 from export.findings import Finding, error, warning
 from export.folder import Folder
 from export.layout import LAYOUTS
+from qad.formats import FP8, NVFP4, W4A16_NVFP4
 from qad.fusion import scale_groups, siblings_of
 from qad.nvfp4 import E2M1_MAX, E4M3_MAX
 
@@ -23,10 +24,16 @@ _LARGEST_WEIGHT = 65504.0
 
 
 def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
-    """A quantized Linear has exactly codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], an F32 scalar global scale, and an
-    input scale iff W4A4, under the names of its layout."""
+    """A quantized Linear has exactly the tensors of its format, under the names of its layout: codes U8 [N, K/2], block
+    scales F8_E4M3 [N, K/16], an F32 scalar global scale, and an input scale iff W4A4; FP8: values F8_E4M3 [N, K] and two F32
+    scalars."""
     layout = folder.layout
     for module in folder.packed:
+        format = folder.format_of(module)
+        if format == FP8:
+            yield from _eight_bits(folder, module)
+            yield from _unknown(folder, module)
+            continue
         codes = folder.entry(f"{module}.{layout.codes}")
         if codes is None:
             yield error("E3", module, f"has scales but no {layout.codes}", _AGAIN)
@@ -38,11 +45,25 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
         else:
             yield from _shapes(folder, module, codes.shape[0], codes.shape[1] * 2)
             yield from _scalar(folder, module, layout.global_scale, required=True)
-            yield from _scalar(folder, module, layout.input_scale, required=folder.algorithm == "NVFP4")
-            if folder.algorithm == "W4A16_NVFP4" and folder.entry(f"{module}.{layout.input_scale}"):
+            yield from _scalar(folder, module, layout.input_scale, required=format == NVFP4)
+            if format == W4A16_NVFP4 and folder.entry(f"{module}.{layout.input_scale}"):
                 yield error("E3", module, f"has {layout.input_scale}, but W4A16_NVFP4 leaves activations alone",
                             "remove it, or set NVFP4")  # fmt: skip
         yield from _unknown(folder, module)
+
+
+def _eight_bits(folder: Folder, module: str) -> Iterator[Finding]:
+    weight, expected = folder.entry(f"{module}.weight"), folder.skeleton.linears if folder.skeleton else {}
+    if weight is None:
+        yield error("E3", module, "has scales but no weight", _AGAIN)
+    elif weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or 0 in weight.shape:
+        yield error("E3", module, f"weight is {weight.dtype} {list(weight.shape)} beside its scales, expected F8_E4M3 [N, K]",
+                    "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
+    elif weight.shape != tuple(expected.get(module, weight.shape)):
+        asked = list(expected[module])
+        yield error("E3", module, f"holds {list(weight.shape)} weights, config.json asks for {asked}", _AGAIN)
+    for leaf in folder.layout.scalars_of(FP8):
+        yield from _scalar(folder, module, leaf, required=True)
 
 
 def _shapes(folder: Folder, module: str, n: int, k: int) -> Iterator[Finding]:
@@ -71,23 +92,23 @@ def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[
         yield error("E3", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         return
     stored = folder.scalar(f"{module}.{leaf}")
-    value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored))
+    format = folder.format_of(module)
+    value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored, format))
     tiny = torch.finfo(torch.float32).tiny
     if not (math.isfinite(value) and value >= tiny and math.isfinite(scale) and scale >= tiny):
         yield error("E3", module, f"{leaf} is {value}: it must be a normal positive number", _AGAIN)
-    elif leaf == folder.layout.global_scale and scale >= 1:
-        largest = scale * E2M1_MAX * E4M3_MAX
+    elif leaf in (folder.layout.global_scale, "weight_scale") and scale >= 1:
+        largest = scale * E4M3_MAX * (1.0 if format == FP8 else E2M1_MAX)
         told = f"{leaf} is {value:g}, so that weights reach {largest:g}: the reciprocal was stored"
         if largest > _LARGEST_WEIGHT:
-            yield error(
-                "E3", module, told, "store " + ("1 / scale" if folder.layout.reciprocal else "the scale itself")
-            )
+            reciprocal = folder.layout.reciprocal and format != FP8
+            yield error("E3", module, told, "store " + ("1 / scale" if reciprocal else "the scale itself"))
         else:
             yield warning("E3", module, told + ", or weights are very large", "compare with the source's weights")
 
 
 def _unknown(folder: Folder, module: str) -> Iterator[Finding]:
-    known = {*folder.layout.leaves, "bias", "k_scale", "v_scale"}
+    known = {*folder.layout.leaves_of(FP8 if folder.format_of(module) == FP8 else NVFP4), "bias", "k_scale", "v_scale"}
     for leaf in folder.leaves.get(module, ()):
         if leaf not in known:
             other = next((layout.name for layout in LAYOUTS.values() if leaf in layout.leaves), None)
@@ -99,6 +120,9 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
     """No NaN and no negative weight scale; a zero scale over non-zero codes loses weights. No NaN or Inf elsewhere."""
     layout = folder.layout
     for module in folder.packed:
+        if folder.format_of(module) == FP8:
+            yield from _nan_values(folder, module)
+            continue
         scale, weight = (folder.entry(f"{module}.{leaf}") for leaf in (layout.block_scale, layout.codes))
         if (
             scale is None
@@ -133,6 +157,14 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
             yield error("E4", name.rpartition(".")[0], f"{name} holds NaN or Inf", remedy)
 
 
+def _nan_values(folder: Folder, module: str) -> Iterator[Finding]:
+    weight = folder.entry(f"{module}.weight")
+    if weight is not None and weight.dtype == "F8_E4M3" and weight.bytes:
+        nan = (folder.get(f"{module}.weight").view(torch.uint8) & 0x7F) == 0x7F
+        if nan.any():
+            yield error("E4", module, f"{int(nan.sum())} FP8 weights are NaN", _AGAIN)
+
+
 def _finite(tensor: Tensor) -> bool:
     """No exponent is all ones. Integer arithmetic, which is fast for BF16 on every CPU."""
     kinds = {
@@ -147,10 +179,10 @@ def _finite(tensor: Tensor) -> bool:
 def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
     """K divisible by 16, also after tensor parallelism; W1: what kernels pad."""
     for module in folder.packed:
-        weight = folder.entry(f"{module}.{folder.layout.codes}")
-        if weight is None or weight.dtype != "U8" or len(weight.shape) != 2:
+        shape = folder.shape_of(module)
+        if shape is None:
             continue
-        n, k = weight.shape[0], weight.shape[1] * 2
+        n, k = shape
         row = module.rpartition(".")[2] in _ROW_PARALLEL
         if k % 16 or (row and k % (16 * tp)):
             yield error(
@@ -159,7 +191,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
         if not row and n % tp:
             yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
         shard_n, shard_k = (n, k // tp) if row else (n // tp, k)
-        if shard_n % 32 or shard_k % 32:
+        if folder.format_of(module) != FP8 and (shard_n % 32 or shard_k % 32):
             yield warning(
                 "W1",
                 module,
@@ -184,17 +216,25 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
             continue
         if len(group) < 2:
             continue
-        for leaf in folder.layout.scales[1:]:
+        formats = {name: folder.format_of(name) for name in group if name in packed}
+        if len(set(formats.values())) > 1:
+            told = ", ".join(f"{name} is {format}" for name, format in formats.items())
+            yield error("E6", ", ".join(formats), f"{told}: engines fuse them, vLLM refuses", _AGAIN)
+            continue
+        for leaf in folder.layout.scalars_of(next(iter(formats.values()), NVFP4)):
             stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
             bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
-            if len(set(bits.values())) > 1:
+            if len(set(bits.values())) > 1 and leaf == "weight_scale":
+                yield warning("E6", ", ".join(bits), "FP8 weight_scale differs in a fused group: engines quantize members again "
+                              "with the largest", "export with one scale for the group")  # fmt: skip
+            elif len(set(bits.values())) > 1:
                 yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
                             "largest and serves the others wrong", _AGAIN)  # fmt: skip
     yield from _w2(folder)
 
 
 def _w2(folder: Folder) -> Iterator[Finding]:
-    for group in scale_groups(folder.packed):
+    for group in scale_groups(module for module in folder.packed if folder.format_of(module) != FP8):
         names = [f"{m}.{folder.layout.block_scale}" for m in group]
         entries = [folder.entry(name) for name in names]
         if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from qad.selection import select
 from qad.source import open_checkpoint
 
 
-def build_arm(source: Path, folder: Path, format: str = "NVFP4", exclude: tuple[str, ...] = ()) -> Path:
-    """A PTQ arm of a source folder, calibrated on a few tokens."""
+def build_arm(source: Path, folder: Path, format: str = "NVFP4", **choice: Any) -> Path:
+    """A PTQ arm of a source folder, calibrated on a few tokens. choice: further arguments of `select`."""
     checkpoint = open_checkpoint(source)
-    selection = select(load_skeleton(checkpoint), format, exclude=exclude)
+    selection = select(load_skeleton(checkpoint), format, **choice)
     scales: dict[str, torch.Tensor] = {}
     if selection.quantizes_activations:
         model = load_model(checkpoint, "float32", "cpu")

@@ -70,8 +70,16 @@ class Checkpoint:
 
     @property
     def modules(self) -> list[str]:
-        codes = f".{self.layout.block_scale}"
-        return [name.removesuffix(codes) for name in self.names if name.endswith(codes)]
+        """Those in 4 bits."""
+        return self._modules(torch.float8_e4m3fn, f".{self.layout.block_scale}")
+
+    @property
+    def eight_bit_modules(self) -> list[str]:
+        return self._modules(torch.float8_e4m3fn, ".weight")
+
+    def _modules(self, dtype: torch.dtype, end: str) -> list[str]:
+        found = ((name, tensor) for tensors in self.files.values() for name, tensor in tensors.items())
+        return sorted(name.removesuffix(end) for name, tensor in found if name.endswith(end) and tensor.dtype == dtype)
 
     def has(self, name: str) -> bool:
         return any(name in tensors for tensors in self.files.values())

@@ -139,7 +139,7 @@ def modules_swapped(c: Checkpoint, r: random.Random) -> None:
 
 
 def plain_names(c: Checkpoint) -> list[str]:
-    packed = {*c.modules}
+    packed = {*c.modules, *c.eight_bit_modules}
     return [n for n in c.names if n.rpartition(".")[0] not in packed and n.endswith(".weight")]
 
 

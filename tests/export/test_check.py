@@ -301,15 +301,15 @@ def test_impossible_arguments_are_refused(exported_dir: Path, arguments: dict[st
         check(exported_dir, **arguments)
 
 
-def test_an_fp8_checkpoint_says_what_was_not_checked(exported: Path) -> None:
+def test_an_fp8_checkpoint_of_another_kind_says_what_was_not_checked(exported: Path) -> None:
     def to_fp8(t: Tensors) -> None:
         for name in [n.removesuffix("_scale_2") for n in t if n.endswith("weight_scale_2")]:
             t[name] = torch.ones(t[name].shape[0], t[name].shape[1] * 2).to(torch.float8_e4m3fn)
             t[f"{name}_scale"] = t.pop(f"{name}_scale_2")
 
     tensors(to_fp8)(exported)
-    outer(lambda q: q.update(quant_algo="FP8"))(exported)
-    nested(lambda q: q.update(quant_algo="FP8"))(exported)
+    outer(lambda q: q.update(quant_algo="FP8_PB_WO"))(exported)
+    nested(lambda q: q.update(quant_algo="FP8_PB_WO"))(exported)
     assert [(f.rule, f.severity) for f in check(exported)] == [("E2", "warning")]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from damaged_checkpoint import Checkpoint, Kind
+from eight_bit_corruptions import EIGHT_BIT_KINDS, SILENT_EIGHT_BIT_KINDS
 from metadata_corruptions import METADATA_KINDS, NOT_IN
 from safetensors.torch import load_file, save_file
 from silent_corruptions import SILENT_KINDS
@@ -29,6 +30,7 @@ from qad.errors import QadError
 KINDS = {**TENSOR_KINDS, **METADATA_KINDS}
 PLACES = 2
 SHAPES = ("dense, one file, KV scales", "weight-only, shards, untied", "experts")
+MIXED = "FP8 attention, NVFP4 MLP"
 
 
 def with_kv_scales(folder: Path, layout: Layout) -> None:
@@ -56,6 +58,7 @@ def valid(
     untied_source = make_llama(root / "source", seed=1, tie_word_embeddings=False)
     untied = build_arm(untied_source, root / "untied", "W4A16_NVFP4")
     experts = build_arm(make_qwen3(root / "experts source", "qwen3_moe"), root / "experts")
+    mixed = build_arm(tiny_llama_dir, root / "mixed", formats={"*.self_attn.*": "FP8"})
     found: dict[tuple[str, str], tuple[Checkpoint, Path | None]] = {}
     for name, layout in LAYOUTS.items():
         folders = [root / f"{name} {number}" for number in range(3)]
@@ -63,6 +66,8 @@ def valid(
         with_kv_scales(folders[0], layout)
         export_arm(untied, folders[1], layout=name, shard_size=60_000)
         export_arm(experts, folders[2], layout=name)
+        export_arm(mixed, root / f"{name} mixed", layout=name)
+        found[name, MIXED] = Checkpoint(root / f"{name} mixed"), mixed
         for shape, folder, arm in zip(SHAPES, folders, (dense, untied, experts), strict=True):
             found[name, shape] = Checkpoint(folder), arm
     return found
@@ -83,7 +88,7 @@ def is_found(folder: Path, arm: Path | None = None) -> bool:
 
 
 def test_untouched_checkpoints_have_no_error(valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]]) -> None:
-    assert len(valid) == 6
+    assert len(valid) == 8
     for checkpoint, arm in valid.values():
         assert [f for f in check(checkpoint.folder, source=arm) if f.severity == "error"] == []
 
@@ -91,6 +96,7 @@ def test_untouched_checkpoints_have_no_error(valid: dict[tuple[str, str], tuple[
 def test_there_are_kinds_enough() -> None:
     assert len(KINDS) >= 80
     assert len(SILENT_KINDS) >= 10
+    assert len(EIGHT_BIT_KINDS) >= 30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,7 +105,7 @@ def test_damage_is_found(
     valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]], kind: str, layout: str, tmp_path: Path
 ) -> None:
     missed, tried = [], 0
-    for shape in SHAPES:
+    for shape in (*SHAPES, MIXED) if kind in TENSOR_KINDS else SHAPES:
         for number in range(PLACES):
             seed = f"{kind} {layout} {shape} {number}"
             folder = damaged(valid[layout, shape][0], KINDS[kind], seed, tmp_path / f"{shape} {number}")
@@ -125,3 +131,26 @@ def test_silent_damage_is_found_with_the_arm(
             missed.append(seed)
     assert not missed
     assert tried
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
+def test_damage_to_a_mixed_folder_is_found(
+    valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]], kind: str, layout: str, tmp_path: Path
+) -> None:
+    seeds = [f"{kind} {layout} {number}" for number in range(PLACES)]
+    folders = {seed: damaged(valid[layout, MIXED][0], EIGHT_BIT_KINDS[kind], seed, tmp_path / seed) for seed in seeds}
+    assert [seed for seed, folder in folders.items() if folder is not None and not is_found(folder)] == []
+    assert all(folders.values()) or layout == "compressed-tensors"  # which lists no modules
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", SILENT_EIGHT_BIT_KINDS)
+def test_silent_damage_to_fp8_is_found_with_the_arm(
+    valid: dict[tuple[str, str], tuple[Checkpoint, Path | None]], kind: str, layout: str, tmp_path: Path
+) -> None:
+    original, arm = valid[layout, MIXED]
+    folder = damaged(original, SILENT_EIGHT_BIT_KINDS[kind], f"{kind} {layout}", tmp_path / "x")
+    assert folder is not None
+    assert not is_found(folder)
+    assert is_found(folder, arm)

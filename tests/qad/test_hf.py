@@ -19,7 +19,7 @@ from qad import nvfp4
 from qad.arm import Arm, open_arm, write_arm
 from qad.artifact import run_stage
 from qad.calibrate import AmaxObserver, group_input_scales
-from qad.linear import NVFP4Linear
+from qad.linear import QuantizedLinear
 from qad.loader import DTYPES, load_model, load_skeleton, load_tokenizer
 from qad.scale_search import search_scales
 from qad.selection import select
@@ -103,7 +103,7 @@ def test_logits_of_the_reloaded_export_equal_the_students(exported: tuple[Arm, P
 def test_generation_works_and_linears_compute_in_nvfp4(exported: tuple[Arm, Path]) -> None:
     arm, out = exported
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    quantized = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
+    quantized = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert arm.selection is not None
     assert quantized == set(arm.selection.modules)
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
@@ -198,8 +198,8 @@ def test_globs_and_ancestors_are_ignored_as_modelopt_writes_them(exported: tuple
     for number, pattern in enumerate(("model.layers.0*", "model.layers.0", "model.layers.0.*")):
         folder = broken(out, tmp_path / str(number), decode_layer, ignore=["lm_head*", pattern])
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert not isinstance(model.get_submodule(UP), NVFP4Linear)
-        assert isinstance(model.get_submodule(UP.replace("0", "1")), NVFP4Linear)
+        assert not isinstance(model.get_submodule(UP), QuantizedLinear)
+        assert isinstance(model.get_submodule(UP.replace("0", "1")), QuantizedLinear)
 
 
 def test_a_quantized_kv_cache_is_not_emulated_and_says_so(exported: tuple[Arm, Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from export.check import check
 from export.convert import convert
+from export.repair import repair
 from export.writer import export_arm
 from qad.arm import open_arm, write_arm
 from qad.artifact import run_stage
@@ -170,6 +171,17 @@ def test_cast_announces_without_scales_and_is_warned_about(source: Checkpoint, t
         assert [(f.rule, f.severity) for f in check(folder)] == [("E10", "warning")]
     (out / "qad_manifest.json").unlink()  # a folder that does not say so has lost its scales
     assert ("E10", "error") in [(f.rule, f.severity) for f in check(out)]
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_folder_that_casts_is_repaired_as_one(source: Checkpoint, layout: str, tmp_path: Path) -> None:
+    out = export(source, tmp_path, "cast", layout)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"].pop("config_groups")
+    (out / "config.json").write_text(json.dumps(config))
+    assert repair(out, tmp_path / "fixed")
+    assert [(f.rule, f.severity) for f in check(tmp_path / "fixed")] == [("E10", "warning")]
+    assert announced(tmp_path / "fixed") == announced(out)
 
 
 def test_an_arm_that_lacks_a_scale_is_not_exported(source: Checkpoint, tmp_path: Path) -> None:
