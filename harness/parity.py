@@ -25,7 +25,7 @@ from torch import Tensor
 from harness.fidelity import token_kl
 from harness.records import ParityData, ParityLayer, ParityPrompt
 from qad.fusion import experts_of
-from qad.linear import NVFP4Linear
+from qad.linear import QuantizedLinear
 
 SHORT = 48  # tokens of a sequence, prompt and generated
 TOLERANCE = 1e-3  # nats
@@ -62,7 +62,7 @@ def prompts(tokenizer: Any, new_tokens: int, long_text: str = "", long_tokens: i
 
 
 def layer_inputs(model: Any, prompt: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs and outputs [t, K], [t, N] of every NVFP4 Linear in the reference's own forward pass, by name. Experts are left
+    """Inputs and outputs [t, K], [t, N] of every quantized Linear in the reference's own forward pass, by name. Experts are left
     out: an engine calls all of a layer in one kernel."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -72,7 +72,7 @@ def layer_inputs(model: Any, prompt: Sequence[int]) -> tuple[dict[str, Tensor], 
 
         return hook
 
-    names = [n for n, m in model.named_modules() if isinstance(m, NVFP4Linear) and experts_of(n) is None]
+    names = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear) and experts_of(n) is None]
     hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     try:
         _logits(model, prompt)

@@ -76,9 +76,9 @@ def compared(
 ) -> ParityData:
     """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
     from harness import parity
-    from qad.linear import NVFP4Linear
+    from qad.linear import QuantizedLinear
 
-    dtype, wrapped = loaded.engine.dtype, [m for m in loaded.model.modules() if isinstance(m, NVFP4Linear)]
+    dtype, wrapped = loaded.engine.dtype, [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
     activations = any(m.input_scale is not None for m in wrapped)
     found = []
     for prompt, tokens, log_probs in zip(prompts, scores.tokens, scores.log_probs, strict=True):
@@ -112,6 +112,8 @@ def unequal_scales(folder: Path) -> list[str]:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 module, _, leaf = name.rpartition(".")
                 kind = "global scales" if leaf in _GLOBAL else "input scales" if leaf in _INPUT else None
+                if leaf == "weight_scale" and not any(size != 1 for size in file.get_slice(name).get_shape()):
+                    kind = "global scales"  # FP8 has one scale a tensor
                 if kind:
                     scales[kind][module] = float(file.get_tensor(name))
     groups = {"global scales": scale_groups, "input scales": input_scale_groups}

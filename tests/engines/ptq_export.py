@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -17,10 +19,12 @@ from qad.selection import select
 from qad.source import open_checkpoint
 
 
-def export_ptq(source: Path, out: Path, format: str, kv_cache: str = OFF) -> Path:
-    """`out`, in ModelOpt's layout; the arm lies beside it."""
+def export_ptq(
+    source: Path, out: Path, format: str, *, kv_cache: str = OFF, formats: Mapping[str, str] = MappingProxyType({})
+) -> Path:
+    """`out`, in ModelOpt's layout; the arm lies beside it. formats: pattern -> format of modules that have another."""
     checkpoint = open_checkpoint(source)
-    selection = select(load_skeleton(checkpoint), format)
+    selection = select(load_skeleton(checkpoint), format, formats=formats)
     ids = torch.randint(0, 512, (8, 32), generator=torch.Generator().manual_seed(5))
     windows = Windows.of(ids, torch.arange(ids.shape[1]).expand(ids.shape).contiguous())
     found = calibrate(load_model(checkpoint, "float32", "cpu"), selection, windows, kv_cache=kv_cache)

@@ -33,6 +33,7 @@ NEW = 16
 LONG = [(place * 89) % 500 + 3 for place in range(200)]
 HOLDS = (
     "llama_w4a4", "llama_w4a4_ct", "llama_w4a16", "llama_w4a16_ct", "llama_null_activations", "llama_fp8_kv",
+    "llama_mixed",
     "qwen3_moe_w4a4", "qwen3_moe_w4a4_ct", "qwen3_moe_w4a16", "mixtral_w4a4", "mixtral_w4a16_ct",
 )  # fmt: skip
 O_PROJ = "model.layers.1.self_attn.o_proj"
@@ -71,7 +72,8 @@ def folders(
     found = {
         "llama_w4a4": export_ptq(llama, root / "llama_w4a4", "NVFP4"),
         "llama_w4a16": export_ptq(llama, root / "llama_w4a16", "W4A16_NVFP4"),
-        "llama_fp8_kv": export_ptq(llama, root / "llama_fp8_kv", "NVFP4", "calibrated"),
+        "llama_mixed": export_ptq(llama, root / "llama_mixed", "NVFP4", formats={"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}),
+        "llama_fp8_kv": export_ptq(llama, root / "llama_fp8_kv", "NVFP4", kv_cache="calibrated"),
     }
     for kind in ("qwen3_moe", "mixtral"):
         moe = make_qwen3(root / kind, kind, head_dim=32, **heads)
