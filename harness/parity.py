@@ -142,7 +142,9 @@ def judge(
     limit = LAYER_TOLERANCE[dtype]
     for layer in layers:
         if layer.max_difference is None or layer.max_difference > limit:
-            failures.append(f"{layer.module}: {_text(layer.max_difference)} of its largest output apart, on the same input")
+            failures.append(
+                f"{layer.module}: {_text(layer.max_difference)} of its largest output apart, on the same input"
+            )
     return ParityData(
         prompts=prompts_, layers=layers, tolerance=TOLERANCE, layer_tolerance=limit, floor_factor=FLOOR_FACTOR,
         reference=reference_, engine_log=log, failures=failures,

@@ -113,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
     sub.add_argument("--engine", default="vllm", help="parity: the engine to compare (default: vllm)")
-    sub.add_argument("--python", metavar="PATH", help="parity: the engine's Python (default: QAD_VLLM_PYTHON, .venv-vllm)")
+    sub.add_argument(
+        "--python", metavar="PATH", help="parity: the engine's Python (default: QAD_VLLM_PYTHON, .venv-vllm)"
+    )
     sub.add_argument("--new-tokens", type=int, default=32, help="parity: tokens to generate per prompt (default: 32)")
     sub.add_argument("--long-tokens", type=int, default=0, help="parity: length of one more prompt (default: none)")
     sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
@@ -304,7 +306,9 @@ def _parity(args: argparse.Namespace) -> int:
     from qad.parity import measure_parity
 
     if args.new_tokens < 1 or args.long_tokens < 0:
-        raise UsageError(f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more")
+        raise UsageError(
+            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
+        )
     data = measure_parity(
         args.folder, args.out, engine=args.engine, python=args.python, arm=args.arm, dtype=args.dtype,
         new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,

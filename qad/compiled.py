@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's own switches, under which a whole graph is an error
 _LARGE = 1 << 26  # elements; below this eager finishes before a cold compiler has started
 _forced: bool | None = None
 
 
 @functools.cache
 def compiler_available(device_type: str) -> bool:
-    """True where torch.compile can generate code for the device: a C++ compiler for the CPU, Triton for CUDA."""
+    """True where torch.compile is on and can generate code for the device: a C++ compiler for the CPU, Triton for CUDA."""
+    if any(os.environ.get(name) == "1" for name in _OFF):
+        return False
     if device_type == "cuda":
         try:
             import triton  # noqa: F401

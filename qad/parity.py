@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from qad.artifact import MANIFEST, digest_of, open_artifact, sha256_file
+from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
 from qad.fusion import input_scale_groups, scale_groups
 from qad.loader import default_device, load_tokenizer
@@ -39,7 +39,9 @@ def measure_parity(
     from harness.engines.vllm import describe
 
     if engine != "vllm":
-        raise UsageError(f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities")
+        raise UsageError(
+            f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities"
+        )
     started, source, device = time.monotonic(), open_checkpoint(folder, allow_quantized=True), default_device()
     dtype = ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
     interpreter = engine_python("vllm", python)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 TOKENS, LOGPROBS, LAYER = "tokens.{}", "logprobs.{}", "layer.{}"
 
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What to ask of one checkpoint folder.

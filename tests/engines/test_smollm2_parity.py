@@ -15,10 +15,15 @@ MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.skipif(not (MODEL / "config.json").is_file(), reason=f"{MODEL} is not there: make models/{MODEL.name}/config.json")
+@pytest.mark.skipif(
+    not (MODEL / "config.json").is_file(), reason=f"{MODEL} is not there: make models/{MODEL.name}/config.json"
+)
 def test_greedy_tokens_are_equal_and_log_probabilities_differ_by_rounding(vllm_python: Path, tmp_path: Path) -> None:
     folder = export_ptq(MODEL, tmp_path / "export", "NVFP4")
-    assert main(["measure", "parity", str(folder), "--python", str(vllm_python), "--out", str(tmp_path / "record.json")]) == 0
+    assert (
+        main(["measure", "parity", str(folder), "--python", str(vllm_python), "--out", str(tmp_path / "record.json")])
+        == 0
+    )
     data = json.loads((tmp_path / "record.json").read_text())["data"]
     assert [one["tokens_equal"] for one in data["prompts"]] == [32] * 4
     assert max(one["max_difference"] for one in data["prompts"]) < 1e-3

@@ -36,6 +36,7 @@ HOLDS = (
     "llama_mixed",
     "qwen3_moe_w4a4", "qwen3_moe_w4a4_ct", "qwen3_moe_w4a16", "mixtral_w4a4", "mixtral_w4a16_ct",
 )  # fmt: skip
+MIXED = {"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
 
@@ -72,7 +73,9 @@ def folders(
     found = {
         "llama_w4a4": export_ptq(llama, root / "llama_w4a4", "NVFP4"),
         "llama_w4a16": export_ptq(llama, root / "llama_w4a16", "W4A16_NVFP4"),
-        "llama_mixed": export_ptq(llama, root / "llama_mixed", "NVFP4", formats={"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}),
+        "llama_mixed": export_ptq(
+            llama, root / "llama_mixed", "NVFP4", formats={"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
+        ),
         "llama_fp8_kv": export_ptq(llama, root / "llama_fp8_kv", "NVFP4", kv_cache="calibrated"),
     }
     for kind in ("qwen3_moe", "mixtral"):
@@ -82,7 +85,10 @@ def folders(
     for name in ("llama_w4a4", "llama_w4a16", "qwen3_moe_w4a4", "mixtral_w4a16"):
         found[f"{name}_ct"] = convert(found[name], "compressed-tensors", root / f"{name}_ct").path
     found["llama_null_activations"] = null_activations(found["llama_w4a16"], root / "null_activations")
-    damaged = {"k_scale": ("model.layers.0.self_attn.k_proj.weight_scale_2", 1.5), "o_input": (f"{O_PROJ}.input_scale", 3.0)}
+    damaged = {
+        "k_scale": ("model.layers.0.self_attn.k_proj.weight_scale_2", 1.5),
+        "o_input": (f"{O_PROJ}.input_scale", 3.0),
+    }
     for name, (tensor, factor) in damaged.items():
         found[name] = scaled(found["llama_w4a4"], root / name, tensor, factor)
     return found
@@ -113,7 +119,10 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 @pytest.fixture(scope="module")
 def answers(
-    folders: dict[str, Path], references: dict[str, Reference], vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+    folders: dict[str, Path],
+    references: dict[str, Reference],
+    vllm_python: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Scores]:
     out = tmp_path_factory.mktemp("answers")
 

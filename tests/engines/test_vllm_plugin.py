@@ -68,7 +68,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     )  # fmt: skip
     module(f"{base}.kernels", linear=linear)
     oracle = module(
-        f"{base}.layers.fused_moe.oracle.nvfp4", NvFp4MoeBackend=Backend, backend_to_kernel_cls=lambda b: [f"vllm {b.value}"]
+        f"{base}.layers.fused_moe.oracle.nvfp4",
+        NvFp4MoeBackend=Backend,
+        backend_to_kernel_cls=lambda b: [f"vllm {b.value}"],
     )
     module(f"{base}.layers.fused_moe.oracle", nvfp4=oracle)
     modelopt = module(
@@ -78,15 +80,23 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     module(f"{base}.layers.quantization", modelopt=modelopt)
     module("harness.engines.vllm_cpu.linear", CpuNvFp4LinearKernel="ours")
     module("harness.engines.vllm_cpu.experts", EXPERTS=("w4a4 experts", "w4a16 experts"))
-    return types.SimpleNamespace(root=root, platform=platform, kernels=kernels, linear=linear, oracle=oracle, modelopt=modelopt)
+    return types.SimpleNamespace(
+        root=root, platform=platform, kernels=kernels, linear=linear, oracle=oracle, modelopt=modelopt
+    )
 
 
 def dtypes(vllm: types.SimpleNamespace) -> list[list[torch.dtype]]:
-    configs = (vllm.modelopt.ModelOptNvFp4Config, vllm.modelopt.ModelOptMixedPrecisionConfig, vllm.modelopt.ModelOptFp8Config)
+    configs = (
+        vllm.modelopt.ModelOptNvFp4Config,
+        vllm.modelopt.ModelOptMixedPrecisionConfig,
+        vllm.modelopt.ModelOptFp8Config,
+    )
     return [config().get_supported_act_dtypes() for config in configs]
 
 
-def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_nothing(vllm: types.SimpleNamespace) -> None:
+def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_nothing(
+    vllm: types.SimpleNamespace,
+) -> None:
     for _ in range(2):
         plugin.register()
         assert vllm.kernels == {Platform.CUDA: ["CudaKernel"], Platform.CPU: ["ours"]}
@@ -124,7 +134,14 @@ def test_an_untested_version_is_left_alone_and_the_log_says_so(
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("0.32.0", True), ("0.32", True), ("0.32.1rc2+cpu", True), ("0.320.0", False), ("0.33.0", False), ("1.0.32", False)],
+    [
+        ("0.32.0", True),
+        ("0.32", True),
+        ("0.32.1rc2+cpu", True),
+        ("0.320.0", False),
+        ("0.33.0", False),
+        ("1.0.32", False),
+    ],
 )
 def test_a_series_is_what_is_tested(version: str, expected: bool) -> None:
     assert plugin.supported(version) is expected
@@ -142,7 +159,9 @@ def test_the_log_says_once_that_numbers_are_emulated(caplog: pytest.LogCaptureFi
 
 
 def test_its_import_loads_neither_vllm_nor_torch() -> None:
-    code = f"import sys; import {plugin.__name__}; assert not {{'vllm', 'torch'}} & set(sys.modules), 'imported too much'"
+    code = (
+        f"import sys; import {plugin.__name__}; assert not {{'vllm', 'torch'}} & set(sys.modules), 'imported too much'"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

@@ -29,7 +29,13 @@ def compared(
 
 
 def judged(prompts: list[ParityPrompt], layers: tuple[ParityLayer, ...] = (), **how: Any) -> ParityData:
-    facts = {"dtype": "float32", "device": "cpu", "quantizes_activations": True, "reference_": "made up", "log": ["a line"]}
+    facts = {
+        "dtype": "float32",
+        "device": "cpu",
+        "quantizes_activations": True,
+        "reference_": "made up",
+        "log": ["a line"],
+    }
     return parity.judge(prompts, list(layers), **{**facts, **how})
 
 
