@@ -24,7 +24,7 @@ from harness.engines.vllm_child import LAYER, LOGPROBS, TOKENS, Job
 from qad.errors import EngineError
 
 _POLL_S = 0.2
-_KERNEL_WORDS = ("NVFP4", "NvFp4", "FP4 computation", "LinearKernel for ")
+_KERNEL_WORDS = ("NVFP4", "NvFp4", "FP4 computation", "Selected ")
 _PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\] ")  # (Worker pid=7) INFO 01-01 00:00:00 [file.py:1]
 _LINE = 400  # the configuration is a line as well, of thousands of characters
 

@@ -63,7 +63,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     for name in (base, f"{base}.layers", f"{base}.layers.fused_moe"):
         module(name)
     linear = module(
-        f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, register_linear_kernel=register_linear_kernel,
+        f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]}, register_linear_kernel=register_linear_kernel,
         MarlinNvFp4LinearKernel="Marlin",
     )  # fmt: skip
     module(f"{base}.kernels", linear=linear)
@@ -78,7 +78,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         ModelOptFp8Config=Fp8,
     )  # fmt: skip
     module(f"{base}.layers.quantization", modelopt=modelopt)
-    module("harness.engines.vllm_cpu.linear", CpuNvFp4LinearKernel="ours")
+    module("harness.engines.vllm_cpu.linear", CpuNvFp4LinearKernel="ours", CpuFp8LinearKernel="our FP8")
     module("harness.engines.vllm_cpu.experts", EXPERTS=("w4a4 experts", "w4a16 experts"))
     return types.SimpleNamespace(
         root=root, platform=platform, kernels=kernels, linear=linear, oracle=oracle, modelopt=modelopt
@@ -101,6 +101,7 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
         plugin.register()
         assert vllm.kernels == {Platform.CUDA: ["CudaKernel"], Platform.CPU: ["ours"]}
         assert vllm.linear.MarlinNvFp4LinearKernel == "ours"
+        assert vllm.linear._POSSIBLE_FP8_KERNELS[Platform.CPU] == ["our FP8", "CpuFp8"]
         assert vllm.oracle.backend_to_kernel_cls(Backend.EMULATION) == ["w4a4 experts", "w4a16 experts"]
         assert vllm.oracle.backend_to_kernel_cls(Backend.MARLIN) == ["vllm MARLIN"]
         found = dtypes(vllm)

@@ -1,4 +1,5 @@
-"""vLLM's NVFP4 linear kernel on a CPU: decoded weight, fake-quantized input, the GEMM of an unquantized layer.
+"""vLLM's linear kernels of NVFP4 and of FP8 per tensor on a CPU: decoded weight, fake-quantized input, the GEMM of an
+unquantized layer.
 
 Imported by vLLM's processes only. The quantization of an activation is one operator, so that torch.compile, which vLLM
 runs over the model, keeps it as it is: the project's own fused kernel, to the bit of vLLM's reference.
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from harness.engines.vllm_cpu.plugin import say_emulated
+from qad import fp8
 from qad.compiled import compilation
 from qad.nvfp4 import QuantizedTensor, dequantize, fake_quantize_activation_encoded
 
@@ -28,11 +32,22 @@ def quantize_activation(x: Tensor, encode_scale: Tensor) -> Tensor:
         return fake_quantize_activation_encoded(x, encode_scale)
 
 
+def quantize_activation_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
+    """The same in FP8, by the decode scale."""
+    with compilation(True), torch.no_grad():
+        return fp8.fake_quantize_activation(x, input_scale)
+
+
 def _same_shape(x: Tensor, encode_scale: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def _same_shape_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 direct_register_custom_op(op_name="qad_nvfp4_activation", op_func=quantize_activation, fake_impl=_same_shape)
+direct_register_custom_op(op_name="qad_fp8_activation", op_func=quantize_activation_fp8, fake_impl=_same_shape_fp8)
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
@@ -58,10 +73,42 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
             if hasattr(layer, name):
                 delattr(layer, name)
         layer.weight = torch.nn.Parameter(dequantize(packed, self.dtype), requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if hasattr(layer, "input_global_scale_inv"):
             x = torch.ops.vllm.qad_nvfp4_activation(x, layer.input_global_scale_inv)
         y: Tensor = layer.cpu_linear(x, layer.weight, bias)
         return y
+
+
+class CpuFp8LinearKernel(FP8ScaledMMLinearKernel):
+    """W8A8 with one static scale of the weight and one of the input, as mixed checkpoints have it.
+
+    vLLM's own choice for CPUs asks for an operator that its CPU build lacks, or, with AMX, leaves the input unquantized.
+    """
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return (True, None) if current_platform.is_cpu() else (False, "it emulates FP8 on CPUs only")
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        static = c.weight_quant_key == kFp8StaticTensorSym and c.activation_quant_key == kFp8StaticTensorSym
+        return (True, None) if static else (False, "it needs static scales of whole tensors")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the weight [K, N] by its values [N, K] in the model's dtype, and drop its scale."""
+        say_emulated(self.config.out_dtype)
+        stored = fp8.Fp8Tensor(layer.weight.data.t(), layer.weight_scale.data)
+        del layer.weight_scale
+        values = fp8.dequantize(stored, self.config.out_dtype).contiguous()
+        layer.weight = torch.nn.Parameter(values, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = layer.cpu_linear(torch.ops.vllm.qad_fp8_activation(x, layer.input_scale), layer.weight, bias)
+        return y
+
+    def apply_scaled_mm(self, **unused: Any) -> Tensor:
+        raise AssertionError("apply_weights does it all")

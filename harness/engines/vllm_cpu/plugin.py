@@ -10,7 +10,9 @@ import logging
 from typing import Any
 
 SUPPORTED = ("0.32",)  # series of vLLM this was written against and is tested with
-EMULATED = "NVFP4 is emulated on this CPU: its values, not its speed or memory. Weights are decoded once, to %s."
+EMULATED = (
+    "NVFP4 is emulated on this CPU (FP8 as well): its values, not its speed or memory. Weights are decoded once, to %s."
+)
 _LOGGER = logging.getLogger("vllm.qad_nvfp4")  # below vLLM's own, whose handlers print it
 
 
@@ -52,16 +54,18 @@ def _version() -> str:
 
 
 def _register_linear() -> None:
-    """W4A4 has a place for kernels of other platforms. W4A16 asks for one by its class: that name is bound again."""
+    """W4A4 has a place for kernels of other platforms. W4A16 asks for one by its class: that name is bound again. Of FP8's
+    kernels the first that can is taken."""
     from vllm.model_executor.kernels import linear as kernels
     from vllm.platforms import PlatformEnum
 
-    from harness.engines.vllm_cpu.linear import CpuNvFp4LinearKernel
+    from harness.engines.vllm_cpu.linear import CpuFp8LinearKernel, CpuNvFp4LinearKernel
 
     if CpuNvFp4LinearKernel in kernels._POSSIBLE_NVFP4_KERNELS.get(PlatformEnum.CPU, []):
         return
     kernels.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     kernels.MarlinNvFp4LinearKernel = CpuNvFp4LinearKernel
+    kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, CpuFp8LinearKernel)
 
 
 def _register_experts() -> None:
