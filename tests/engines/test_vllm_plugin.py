@@ -63,8 +63,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     for name in (base, f"{base}.layers", f"{base}.layers.fused_moe"):
         module(name)
     linear = module(
-        f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]}, register_linear_kernel=register_linear_kernel,
-        MarlinNvFp4LinearKernel="Marlin",
+        f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]},
+        register_linear_kernel=register_linear_kernel, MarlinNvFp4LinearKernel="Marlin",
     )  # fmt: skip
     module(f"{base}.kernels", linear=linear)
     oracle = module(
