@@ -57,14 +57,19 @@ class ServerProcess:
         except OSError:
             return ""
 
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, None where it still runs after timeout_s."""
+        try:
+            return self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """End the whole tree and wait until it is gone. May be called twice."""
         left = self.tree()
         if self._supervisor.stdin and not self._supervisor.stdin.closed:
             self._supervisor.stdin.close()
-        try:
-            self._supervisor.wait(self.grace_s + 10)
-        except subprocess.TimeoutExpired:
+        if self.wait(self.grace_s + 10) is None:
             left += self.tree()
             self._supervisor.kill()
             self._supervisor.wait()

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.engines.declared import quantized_algorithm
+from harness.engines.declared import config_of, quantized_algorithm
+from harness.engines.process import ServerProcess
 from harness.records import Engine, EngineMemory
 from qad.errors import EngineError, UsageError
 
 NAME = "trtllm"
 GIB = 2**30
-TAIL_LINES = 30
 
 
 def command(
@@ -99,22 +98,29 @@ def bench(
 ) -> dict[str, Any]:
     """Run `trtllm-bench throughput` on a prepared data set of requests and return its report.
 
-    dataset: JSON lines {"task_id", "input_ids" or "prompt", "output_tokens"}. report: the JSON file it writes.
+    dataset: JSON lines {"task_id", "input_ids" or "prompt", "output_tokens"}. report: the JSON file it writes; what it
+    prints goes to REPORT.log.
 
-    Raises EngineError with the last lines it printed where it fails or leaves no whole report.
+    Raises UsageError for a folder with code of its own, which trtllm-bench would run unasked; EngineError with the last
+    lines where it fails, does not end in time, or leaves no whole report.
     """
+    if (config_of(folder) or {}).get("auto_map"):
+        raise UsageError(
+            f"{folder} brings its own code (auto_map in config.json), which trtllm-bench runs: measure it with serve"
+        )
     arguments = [
         str(_beside(python, "trtllm-bench")), "--model", folder.name, "--model_path", str(folder), "throughput",
         "--dataset", str(dataset), "--backend", "pytorch", "--streaming", "--report_json", str(report), *options,
     ]  # fmt: skip
-    environ = {**os.environ, **environment(python)}
+    log = report.with_name(report.name + ".log")
+    process = ServerProcess(arguments, log=log, environment={**os.environ, **environment(python)})
     try:
-        done = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise EngineError(f"trtllm-bench did not end within {timeout_s:g} s: give it fewer requests") from error
-    tail = "\n".join((done.stdout + done.stderr).splitlines()[-TAIL_LINES:])
-    if done.returncode != 0:
-        raise EngineError(f"trtllm-bench ended with code {done.returncode}; its last lines:\n{tail}")
+        code = process.wait(timeout_s)
+    finally:
+        process.stop()
+    if code != 0:
+        how = f"did not end within {timeout_s:g} s" if code is None else f"ended with code {code}"
+        raise EngineError(f"trtllm-bench {how}; its last lines:\n{process.tail()}")
     return read_report(report)
 
 
