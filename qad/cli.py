@@ -109,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument(
+        "--engine", choices=["transformers", "vllm", "trtllm"], help="memory: start this engine and ask it"
+    )
+    sub.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
+    sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
+    sub.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
+                     help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
+                     "may be repeated")  # fmt: skip
+
+    sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
+    sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
 
     sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
     sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
@@ -266,8 +277,13 @@ def _fixed(args: argparse.Namespace) -> Path:
 
 def _measure(args: argparse.Namespace) -> int:
     from qad.config import parse_section
-    from qad.measuring import measure_folder
+    from qad.measuring import EngineChoice, measure_folder
 
+    choice = None
+    if args.engine not in (None, "transformers"):
+        if args.kind != "memory":
+            raise UsageError(f"{args.kind} is measured in this process: leave --engine {args.engine} out")
+        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
         "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
@@ -276,8 +292,16 @@ def _measure(args: argparse.Namespace) -> int:
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
     measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed)  # fmt: skip
+                   dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
     _say(f"record: {args.out}")
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from harness.engines.available import availability
+
+    for engine in availability(args.python):
+        _say(f"{engine.engine:<13}{engine.text}")
     return 0
 
 

@@ -178,6 +178,10 @@ class Throughput(_Strict):
 
 
 class Measure(_Strict):
+    """engine: what serves the arms where their memory is measured. auto: vllm where it computes on a GPU, else none
+    (transformers). On a CPU vLLM emulates NVFP4, so there it has to be asked for."""
+
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
     memory: bool = True
     fidelity: Fidelity | None = None
     accuracy: Accuracy | None = None
