@@ -23,9 +23,10 @@ BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 LENGTHS = (4096, 32_768, 131_072)
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_FULL = ("full_attention", "attention", "*", "hybrid")
+# Names of config.json, of older transformers, of Nemotron-H's pattern. linear_attention: any recurrent layer, since transformers 5.
+_FULL = ("full_attention", "indexed_attention", "attention", "*", "hybrid")
 _WINDOW = ("sliding_attention", "chunked_attention")
-_MAMBA = ("mamba", "mamba2", "M", "hybrid")
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "M", "hybrid")
 _NOTHING = ("mlp", "moe", "-", "E")
 
 
@@ -118,10 +119,9 @@ def _of_kind(kind: str, config: Mapping[str, Any], shared: bool) -> list[_Layer]
     elif kind in _WINDOW and not shared:
         window = config.get("attention_chunk_size") if kind == "chunked_attention" else config["sliding_window"]
         found.append(_Layer(_kv_elements(config, full=False), window=int(window)))
-    if kind in _MAMBA:
-        found.append(_Layer(state_bytes=_mamba_state(config)))
-    elif kind == "linear_attention":
-        found.append(_Layer(state_bytes=_delta_state(config)))
+    if kind in _RECURRENT:
+        delta = config.get("linear_num_value_heads")
+        found.append(_Layer(state_bytes=_delta_state(config) if delta else _mamba_state(config)))
     elif kind == "conv":
         found.append(_Layer(state_bytes=2 * config["hidden_size"] * (config["conv_L_cache"] - 1)))
     elif kind not in (*_FULL, *_WINDOW, *_NOTHING):
@@ -145,7 +145,10 @@ def _mamba_state(config: Mapping[str, Any]) -> int:
     """Bytes of one Mamba-2 layer's state, or of a Mamba-1 layer's where there are no heads."""
 
     def first(*names: str) -> int:
-        return int(next(config[name] for name in names if config.get(name)))
+        found = [config[name] for name in names if config.get(name)]
+        if not found:
+            raise KeyError(names[0])
+        return int(found[0])
 
     state = first("ssm_state_size", "mamba_d_state", "state_size")
     kernel = first("conv_kernel", "mamba_d_conv")
