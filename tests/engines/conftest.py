@@ -33,11 +33,15 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def executable(tmp_path: Path) -> Callable[[str, str], Path]:
-    """Writes an executable that runs the fake server with a log: executable("trtllm-serve", "trtllm-1.2.log")."""
+    """Writes an executable that runs the fake server with a log: executable("trtllm-serve", "trtllm-1.2.log"). Asked for
+    its packages (-c), it answers `FAKE_INSTALLED`."""
 
     def write(name: str, log: str) -> Path:
         path = tmp_path / name
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "fake_server.py"}" "{LOGS / log}" "$@"\n')
+        path.write_text(
+            f'#!/bin/sh\nif [ "$1" = -c ]; then echo "$FAKE_INSTALLED"; exit; fi\n'
+            f'exec "{sys.executable}" "{HERE / "fake_server.py"}" "{LOGS / log}" "$@"\n'
+        )
         path.chmod(0o755)
         return path
 
