@@ -297,14 +297,6 @@ def _measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _engines(args: argparse.Namespace) -> int:
-    from harness.engines.available import availability
-
-    for engine in availability(args.python):
-        _say(f"{engine.engine:<13}{engine.text}")
-    return 0
-
-
 def _compare(args: argparse.Namespace) -> int:
     from qad.comparing import compare_arms
 
@@ -330,6 +322,14 @@ def _report(args: argparse.Namespace) -> int:
     from qad.pipeline import report_run
 
     _say(f"report: {report_run(args.run, _say, args.policy)}")
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from harness.engines.available import availability
+
+    for engine in availability(args.python):
+        _say(f"{engine.engine:<13}{engine.text}")
     return 0
 
 

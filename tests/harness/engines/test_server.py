@@ -151,7 +151,7 @@ def test_killing_the_harness_leaves_nothing(
     python, log = executable("python", "vllm-0.32-blackwell.log"), tmp_path / "log"
     harness = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HARNESS), str(model_dir), str(log), str(python)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3], text=True,
     )  # fmt: skip
     assert harness.stdin
     assert harness.stdout
