@@ -103,9 +103,11 @@ def serving(arms: list[str], records: list[Record]) -> Table | None:
         row("CUDA graphs and other", size("other_bytes"), "one device"),
         row("Process tree", whole, "of the server"),
     ]
+    devices = {memory_records(records)[arm].engine.device for arm in arms}
     note = (
         "As the engine reports it; sizes come rounded to 0.01 GiB. A server fills what it may with KV cache, so the "
         "process tree says nothing about what a model needs: weights and capacity do."
+        f"{' On a CPU the cache has the size it was given.' if 'cpu' in devices else ''}"
     )
     engines = people_list(sorted({_engine(memory_records(records)[arm]) for arm in arms}))
     return Table(f"Memory while serving, {engines}", ["", *map(arm_name, arms)], [Group("", rows)], note)
@@ -123,13 +125,16 @@ def _engine(record: Record) -> str:
 def headline(arms: list[str], records: list[Record]) -> Text | None:
     """What a quantized arm saves where an engine served it: weights, and the tokens of KV cache that fit instead.
 
-    None unless both arms were served by the same engine on the same device to the same longest sequence.
+    None unless both arms were served by the same engine on the same device to the same longest sequence; on a CPU, where the
+    cache has the size it was given, whatever the weights leave.
     """
     found, by_arm = _served(records), memory_records(records)
     last = next((arm for arm in reversed(arms) if arm in found and arm != BASELINE), None)
     if last is None or BASELINE not in found or _engine(by_arm[last]) != _engine(by_arm[BASELINE]):
         return None
     base, small = found[BASELINE], found[last]
+    if by_arm[last].engine.device == "cpu":
+        return None
     if base.max_model_len != small.max_model_len or None in (base.kv_cache_tokens, small.kv_cache_tokens):
         return None
     assert base.kv_cache_tokens is not None

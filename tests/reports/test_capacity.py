@@ -63,6 +63,14 @@ def test_no_headline_from_unequal_servers(records: list[Record]) -> None:
     assert capacity.serving(ARMS, served(records, None, None)) is None
 
 
+def test_on_a_cpu_the_cache_has_the_size_it_was_given(records: list[Record]) -> None:
+    on_cpu = [dataclasses.replace(r, engine=dataclasses.replace(r.engine, device="cpu")) for r in served(records)]
+    assert capacity.headline(ARMS, on_cpu) is None
+    table = capacity.serving(ARMS, on_cpu)
+    assert table is not None
+    assert "the size it was given" in table.note
+
+
 def test_sequences_name_the_card(records: list[Record]) -> None:
     rows = rows_of(capacity.sequences(ARMS, served(records)))
     assert rows["KV cache per token"].cells[0].text == "131 kB"
