@@ -117,7 +117,7 @@ def _of_kind(kind: str, config: Mapping[str, Any], shared: bool) -> list[_Layer]
     if kind in _FULL and not shared:
         found.append(_Layer(_kv_elements(config, full=True)))
     elif kind in _WINDOW and not shared:
-        window = config.get("attention_chunk_size") if kind == "chunked_attention" else config["sliding_window"]
+        window = config["attention_chunk_size" if kind == "chunked_attention" else "sliding_window"]
         found.append(_Layer(_kv_elements(config, full=False), window=int(window)))
     if kind in _RECURRENT:
         delta = config.get("linear_num_value_heads")
@@ -152,9 +152,9 @@ def _mamba_state(config: Mapping[str, Any]) -> int:
 
     state = first("ssm_state_size", "mamba_d_state", "state_size")
     kernel = first("conv_kernel", "mamba_d_conv")
-    names = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    names = ["mamba_num_heads", "mamba_n_heads", "n_mamba_heads"]
     if config.get("model_type") == "mamba2":
-        names = (*names, "num_heads")
+        names.append("num_heads")
     if any(config.get(name) for name in names):
         inner = first(*names) * first("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
         width = inner + 2 * first("n_groups", "mamba_n_groups", "mamba_ngroups") * state

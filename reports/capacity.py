@@ -22,7 +22,7 @@ def memory_records(records: list[Record]) -> dict[str, Record]:
 def sequences(arms: list[str], records: list[Record]) -> Table | None:
     """KV bytes per token, and the least memory for one sequence, from the config."""
     costs = {arm: r.data.cache for arm, r in memory_records(records).items() if isinstance(r.data, MemoryData)}
-    known = {arm: costs[arm] for arm in arms if costs.get(arm)}
+    known = {arm: cost for arm in arms if (cost := costs.get(arm)) is not None}
     if not known:
         return None
 
