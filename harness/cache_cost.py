@@ -23,7 +23,7 @@ BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 LENGTHS = (4096, 32_768, 131_072)
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# Names of config.json, of older transformers, of Nemotron-H's pattern. linear_attention: any recurrent layer, since transformers 5.
+# Names of config.json, of older transformers, of Nemotron-H's pattern. linear_attention is any recurrent layer.
 _FULL = ("full_attention", "indexed_attention", "attention", "*", "hybrid")
 _WINDOW = ("sliding_attention", "chunked_attention")
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "M", "hybrid")

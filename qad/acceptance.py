@@ -13,7 +13,6 @@ from pathlib import Path
 from harness import records
 from qad.artifact import MANIFEST, open_artifact
 from qad.errors import ArtifactError
-from qad.source import open_checkpoint
 
 
 def require_own(run: Path) -> None:
@@ -35,15 +34,14 @@ def require_own(run: Path) -> None:
 
 
 def _require_weights(run: Path, arm: str, path: Path, checkpoint: str) -> None:
-    """A measurement names its weights by the digest the run gave them, or, of a copy without the manifest, by its files'."""
+    """A measurement names its weights by the digest of the run's folder, so that has to be copied with its manifest."""
     folder = run / "arms" / "bf16" if arm == "bf16" else run / "export" / arm
     if not (folder / MANIFEST).is_file():
         return
     artifact = open_artifact(folder)
-    own = artifact.manifest["inputs"]["source"] if arm == "bf16" else artifact.digest
-    if checkpoint == own or (arm != "bf16" and checkpoint == open_checkpoint(folder, allow_quantized=True).digest):
-        return
-    raise ArtifactError(
-        f"{path} is of other weights ({checkpoint[:12]}) than the run's arm {arm} ({own[:12]}): measure "
-        f"{'the source' if arm == 'bf16' else folder} again, or remove the record"
-    )
+    own = str(artifact.manifest["inputs"]["source"]) if arm == "bf16" else artifact.digest
+    if checkpoint != own:
+        raise ArtifactError(
+            f"{path} is of other weights ({checkpoint[:12]}) than the run's arm {arm} ({own[:12]}): measure "
+            f"{'the source' if arm == 'bf16' else f'{folder}, copied with its {MANIFEST},'} again, or remove the record"
+        )

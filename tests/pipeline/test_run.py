@@ -208,13 +208,10 @@ def test_a_record_from_another_machine_is_accepted_by_its_hash(
     record.unlink()
     assert main(["measure", "memory", str(away / "qad"), "--arm", "qad", "--out", str(record)]) == 0
     assert main(["report", str(run)]) == 0
-    (away / "qad" / "qad_manifest.json").unlink()  # copied without it: the files are the same
-    assert main(["measure", "memory", str(away / "qad"), "--arm", "qad", "--out", str(record)]) == 0
-    assert main(["report", str(run)]) == 0
     capsys.readouterr()
     for arguments, message in (
         (["--arm", "custom"], "was measured as arm 'custom': measure it with --arm qad"),
-        (["--arm", "qad"], "is of other weights"),
+        (["--arm", "qad"], "memory.json is of other weights"),
     ):
         assert main(["measure", "memory", str(away / "ptq"), *arguments, "--out", str(record)]) == 0
         assert main(["report", str(run)]) == 2
