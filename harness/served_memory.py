@@ -11,6 +11,8 @@ from harness.engines.server import serve
 from harness.memory import measure_memory
 from harness.records import Engine, MemoryData
 
+READY_S = 3600  # large models load for long; an engine that fails ends by itself
+
 
 def measure_served_memory(
     folder: Path,
@@ -31,6 +33,6 @@ def measure_served_memory(
     eager = ["--enforce-eager"] if engine == "vllm" and not installed(engine, interpreter).gpus else []
     with serve(
         engine, folder, log=log, python=str(interpreter), dtype=dtype, max_model_len=max_model_len,
-        options=[*eager, *options],
+        options=[*eager, *options], ready_s=READY_S,
     ) as server:  # fmt: skip
         return dataclasses.replace(data, serving=server.facts), server.engine
