@@ -19,12 +19,12 @@ TAIL_LINES = 30
 
 
 class ServerProcess:
-    """A command and what it starts. `log`: its standard output and error, as it comes."""
+    """A command and what it starts, with exactly `environment`. log: its standard output and error, as it comes. grace_s: from
+    SIGTERM to SIGKILL when it is stopped."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = GRACE_S
     ) -> None:
-        """Start `command` with exactly `environment`."""
         self.log, self.grace_s = log, grace_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
