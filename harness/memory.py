@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from harness.cache_cost import cache_cost
 from harness.records import MemoryData
 from qad.errors import BrokenCheckpointError, SourceError
 
@@ -73,7 +74,9 @@ def measure_memory(folder: Path) -> MemoryData:
     parameters += quantized
     if parameters == 0:
         raise SourceError(f"{folder} holds no weights: give a Hugging Face model folder")
-    return MemoryData(by_class, sum(by_class.values()), file_bytes, parameters, quantized)
+    tensor_bytes = sum(by_class.values())
+    cache = cache_cost(folder, tensor_bytes) if (folder / "config.json").is_file() else None
+    return MemoryData(by_class, tensor_bytes, file_bytes, parameters, quantized, cache)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION = 1
+GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
 ARMS = ("bf16", "ptq", "qad")  # what every run has
 NAMED_ARMS = ("bf16", "ptq", "qat", "qad")  # in the order of tables; other arms come behind, by name
 
@@ -75,11 +76,37 @@ class EngineMemory:
 
 
 @dataclasses.dataclass(frozen=True)
+class SequenceMemory:
+    """The least memory that serves one sequence of `tokens`: weights, KV cache and states, without activations."""
+
+    tokens: int
+    kv_bytes: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCost:
+    """What a sequence costs beside the weights, from the config.
+
+    kv_bytes_per_token: by the cache's element type (bf16, fp8, nvfp4), while no window is full. kv_dtype: the one the
+    folder announces, which `sequences` are counted with. windowed_layers: attention layers that keep a window only.
+    sequences: of 4K, 32K and 128K tokens, as far as the model's context goes.
+    """
+
+    kv_bytes_per_token: dict[str, float]
+    kv_dtype: str
+    state_bytes_per_sequence: int
+    windowed_layers: int
+    sequences: list[SequenceMemory]
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryData:
     """Bytes on disk from safetensors headers. `bytes_by_class` sums to `tensor_bytes`; with headers to `file_bytes`.
 
     Classes: fp4_codes, block_scales, global_scales, fp8, bf16, other.
-    `parameters` counts logical weights (a packed byte is two); tied tensors count once.
+    `parameters` counts logical weights (a packed byte is two); tied tensors count once. cache: what a sequence costs, None
+    where the config describes an unknown layer. serving: what an engine reported, None where none was started.
     """
 
     KIND: ClassVar[str] = "memory"
@@ -88,6 +115,8 @@ class MemoryData:
     file_bytes: int
     parameters: int
     quantized_parameters: int
+    cache: CacheCost | None = None
+    serving: EngineMemory | None = None
 
     @property
     def effective_bits(self) -> float:
@@ -308,6 +337,11 @@ class Record:
     @property
     def kind(self) -> str:
         return self.data.KIND
+
+
+def smallest_gpu(size: int) -> int | None:
+    """Memory of the smallest card that holds `size` bytes, in GB; None: none of GPU_GIGABYTES does."""
+    return next((gigabytes for gigabytes in GPU_GIGABYTES if size <= gigabytes * 10**9), None)
 
 
 def to_json(record: Record) -> dict[str, Any]:

@@ -112,16 +112,25 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks", default="qad_agreement,qad_facts,qad_phrases", help="accuracy: comma-separated task names"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
-    sub.add_argument("--engine", default="vllm", help="parity: the engine to compare (default: vllm)")
-    sub.add_argument(
-        "--python", metavar="PATH", help="parity: the engine's Python (default: QAD_VLLM_PYTHON, .venv-vllm)"
-    )
     sub.add_argument("--new-tokens", type=int, default=32, help="parity: tokens to generate per prompt (default: 32)")
     sub.add_argument("--long-tokens", type=int, default=0, help="parity: length of one more prompt (default: none)")
     sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument(
+        "--engine",
+        choices=["transformers", "vllm", "trtllm"],
+        help="memory: start this engine and ask it; parity: vllm",
+    )
+    sub.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
+    sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
+    sub.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
+                     help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
+                     "may be repeated")  # fmt: skip
     _trust(sub)
+
+    sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
+    sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
 
     sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
     sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
@@ -287,8 +296,13 @@ def _measure(args: argparse.Namespace) -> int:
     if args.kind == "parity":
         return _parity(args)
     from qad.config import parse_section
-    from qad.measuring import measure_folder
+    from qad.measuring import EngineChoice, measure_folder
 
+    choice = None
+    if args.engine not in (None, "transformers"):
+        if args.kind != "memory":
+            raise UsageError(f"{args.kind} is measured in this process: leave --engine {args.engine} out")
+        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
         "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
@@ -297,7 +311,7 @@ def _measure(args: argparse.Namespace) -> int:
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
     measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed)  # fmt: skip
+                   dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
 
@@ -310,7 +324,7 @@ def _parity(args: argparse.Namespace) -> int:
             f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
         )
     data = measure_parity(
-        args.folder, args.out, engine=args.engine, python=args.python, arm=args.arm, dtype=args.dtype,
+        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
         new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
     )  # fmt: skip
     for line in data.failures:
@@ -348,6 +362,14 @@ def _report(args: argparse.Namespace) -> int:
     from qad.pipeline import report_run
 
     _say(f"report: {report_run(args.run, _say, args.policy)}")
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from harness.engines.available import availability
+
+    for engine in availability(args.python):
+        _say(f"{engine.engine:<13}{engine.text}")
     return 0
 
 

@@ -184,6 +184,10 @@ class Throughput(_Strict):
 
 
 class Measure(_Strict):
+    """engine: what serves the arms where memory and speed are measured. auto: vllm where it computes on a GPU, else none
+    (transformers, in this process). On a CPU vLLM emulates NVFP4, so there it has to be asked for."""
+
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
     memory: bool = True
     fidelity: Fidelity | None = None
     accuracy: Accuracy | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,24 @@ from tqdm import tqdm
 from qad import packing, provenance, text
 from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
-from qad.errors import UsageError
+from qad.errors import EngineError, UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader
 from qad.stages import Job
 
 if TYPE_CHECKING:
-    from harness.records import Data, Engine
+    from harness.records import Data, Engine, MemoryData
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineChoice:
+    """An engine to start as a server, in the environment of `python` (default: its usual place)."""
+
+    name: str
+    python: str | None = None
+    max_model_len: int | None = None
+    options: tuple[str, ...] = ()
 
 
 class Measuring:
@@ -38,13 +49,23 @@ class Measuring:
             require_tasks(job.recipe.measure.accuracy.tasks)
 
     def memory(self) -> None:
-        from harness.engines.transformers import FILES
-        from harness.memory import measure_memory
-
-        for arm in self.arms if self.job.recipe.measure.memory else ():
-            if self._missing("memory", arm, {}):
-                started = time.monotonic()
-                self._write(arm, {}, FILES, measure_memory(self._folder(arm)), started)
+        """From the files, and from the engine where there is one; where `auto` found one that cannot serve, it is said."""
+        if not self.job.recipe.measure.memory:
+            return
+        choice = run_engine(self.job.recipe.measure.engine)
+        for arm in self.arms:
+            if not self._missing("memory", arm, memory_settings(choice)):
+                continue
+            started, log = time.monotonic(), self._path("memory", arm).with_suffix(".log")
+            try:
+                data, engine = memory_of(self._folder(arm), choice, log)
+            except EngineError as error:
+                if choice is None or self.job.recipe.measure.engine != "auto":
+                    raise
+                self.say(f"   {arm}: {choice.name} does not serve it, so its files are measured: {error}")
+                choice = None
+                data, engine = memory_of(self._folder(arm), None, log)
+            self._write(arm, memory_settings(choice), engine, data, started)
 
     def fidelity(self) -> None:
         from harness.fidelity import measure_fidelity
@@ -136,6 +157,38 @@ class Measuring:
         write_record(path, arm, self.job.source.display_name, self._identity(arm), settings, engine, data, started)
 
 
+def run_engine(choice: str) -> EngineChoice | None:
+    """The engine a run serves its arms with; None: this process."""
+    from harness.engines.available import best_engine
+
+    name = best_engine(choice)
+    return None if name == "transformers" else EngineChoice(name)
+
+
+def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
+    """Memory from the files alone, or with what the engine says that serves them."""
+    from harness.engines.transformers import FILES
+    from harness.memory import measure_memory
+    from harness.served_memory import measure_served_memory
+
+    if choice is None:
+        return measure_memory(folder), FILES
+    return measure_served_memory(
+        folder, choice.name, log=log, python=choice.python, dtype=dtype, max_model_len=choice.max_model_len,
+        options=choice.options,
+    )  # fmt: skip
+
+
+def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:
+    """A record of another engine, or from before sequences were counted, is measured again."""
+    from harness.cache_cost import LENGTHS
+
+    lengths = {"lengths": list(LENGTHS)}
+    if choice is None:
+        return lengths
+    return {**lengths, "engine": choice.name, "max_model_len": choice.max_model_len, "options": list(choice.options)}
+
+
 def measure_folder(
     kind: str,
     folder: Path,
@@ -146,22 +199,24 @@ def measure_folder(
     teacher: Path | None,
     dtype: str,
     seed: int,
+    choice: EngineChoice | None = None,
 ) -> None:
-    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher.
+    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. choice: memory as an
+    engine reports it, whose log goes beside `out`.
 
     Raises UsageError where it has none.
     """
     from harness.engines.transformers import FILES, load
-    from harness.memory import measure_memory
 
     source, started = open_checkpoint(folder, allow_quantized=True), time.monotonic()
     device = default_device()
-    dtype = resolve_dtype(dtype, device)
+    asked, dtype = dtype, resolve_dtype(dtype, device)
     settings: dict[str, Any] = {}
     engine = FILES
     data: Data
     if section is None:
-        data = measure_memory(folder)
+        settings = memory_settings(choice)
+        data, engine = memory_of(folder, choice, out.with_suffix(".log"), asked)
     elif isinstance(section, Accuracy):
         loaded = load(folder, dtype, device)
         engine, settings = loaded.engine, {**section.model_dump(mode="json"), "seed": seed, "dtype": dtype}

@@ -119,6 +119,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
     from harness.policy import load_policy
     from harness.recovery import compare
+    from qad.acceptance import require_own
     from qad.comparing import verdict_on
     from reports.card import recovery_table
     from reports.load import load_records
@@ -132,6 +133,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
         raise ArtifactError(
             f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
         )
+    require_own(out)
     comparison = compare(records)
     verdict = verdict_on(comparison, rules)
     try:

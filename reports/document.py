@@ -6,7 +6,7 @@ from __future__ import annotations
 from harness.comparison import Comparison
 from harness.records import Record
 from harness.verdict import Verdict
-from reports import details, figures, origin, tables
+from reports import capacity, details, figures, origin, tables
 from reports.load import Run
 from reports.numbers import clean, people_list
 from reports.outcome import arm_name, banners, outcome, verdict_banner
@@ -106,9 +106,9 @@ def document(run: Run, comparison: Comparison, records: list[Record], verdict: V
         Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
         Section("training", "Training", _training(run)),
-        Section("memory", "Size", _memory(comparison, records)),
+        Section("memory", "Size and memory", _memory(comparison, records)),
         Section("speed", "Speed", _kept(details.speed(comparison, records)) or [_nothing("Speed")]),
-        Section("missing", "What was not measured, and why", _missing(run, comparison)),
+        Section("missing", "What was not measured, and why", _missing(run, comparison, records)),
         Section("recipe", "Recipe and text", _recipe(run)),
         Section("method", "Method", [Notes(METHOD)]),
         Section("provenance", "Provenance", origin.provenance(records, run)),
@@ -147,12 +147,18 @@ def _training(run: Run) -> list[Block]:
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
-    return _kept(figures.memory(comparison.arms, records), details.memory(comparison.arms, records)) or [
-        _nothing("Size")
-    ]
+    arms = comparison.arms
+    blocks = _kept(
+        capacity.headline(arms, records),
+        figures.memory(arms, records),
+        details.memory(arms, records),
+        capacity.sequences(arms, records),
+        capacity.serving(arms, records),
+    )
+    return blocks or [_nothing("Size")]
 
 
-def _missing(run: Run, comparison: Comparison) -> list[Block]:
+def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:
     items = [(_capital(clean(what)), clean(why, 300)) for what, why in run.missing]
     items += [(f"Scores of {arm_name(arm)}", f"imported from {clean(source, 200)}") for arm, source in
               comparison.sources.items()]  # fmt: skip
@@ -160,7 +166,8 @@ def _missing(run: Run, comparison: Comparison) -> list[Block]:
     items.append(
         ("Noise floor", "not measured: BF16 was not run against itself, so nothing tells how much a rerun moves")
     )
-    items.append(("Memory while serving", "not measured: KV cache, capacity and peak memory need a serving engine"))
+    if capacity.serving(comparison.arms, records) is None:
+        items.append(("Memory while serving", "not measured: KV capacity and peak memory need a serving engine"))
     return [Notes(items)]
 
 

@@ -10,7 +10,7 @@ from harness import records as record_files
 from harness.records import Record, arm_order
 from reports.load import KINDS, Run
 from reports.numbers import clean
-from reports.outcome import arm_name
+from reports.outcome import arm_name, engine_tags
 from reports.parts import Block, Cell, Group, Notes, Row, Table, Text
 
 
@@ -43,9 +43,8 @@ def _records(records: list[Record]) -> Table:
         engine = record.engine
         how = " ".join(clean(part, 60) for part in (engine.name, engine.version, engine.dtype) if part)
         path = f"{clean(engine.kernel_path, 120)}{f', on {clean(engine.device, 60)}' if engine.device else ''}"
-        tags = ("emulated",) if engine.emulated else ()
         when = Cell(clean(record.created, 30), f"{record.seconds:,.0f} s")
-        cells = [Cell(record.kind), Cell(how, path, tags), when, Cell(record_hash(record)[:16])]
+        cells = [Cell(record.kind), Cell(how, path, engine_tags(engine)), when, Cell(record_hash(record)[:16])]
         rows.append(Row(arm_name(record.arm), cells))
     columns = ["", "Record", "Engine", "Made", "sha256 of the record"]
     return Table("Records", columns, [Group("", rows)], "Hashes are cut to 16 digits.", align="left", breakable=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.comparison import BenchmarkRow, Comparison, Estimate
-from harness.records import ARMS, MemoryData, Record, arm_label, arm_order
+from harness.records import ARMS, Engine, MemoryData, Record, arm_label, arm_order
 from harness.verdict import Verdict
 from reports.load import Step
 from reports.numbers import clean, gigabytes, people_list, percent, percent_interval, plural, significant
@@ -103,6 +103,13 @@ def banners(comparison: Comparison, records: list[Record], steps: list[Step]) ->
 
 def emulated_arms(records: list[Record]) -> list[str]:
     return [arm for arm in dict.fromkeys(r.arm for r in records if r.engine.emulated)]
+
+
+def engine_tags(engine: Engine) -> tuple[str, ...]:
+    """The mark beside every figure of an engine that did not compute in FP4, though the weights are."""
+    if engine.emulated:
+        return ("emulated",)
+    return ("not native FP4",) if engine.native_fp4 is False else ()
 
 
 def _emulated(records: list[Record]) -> list[Banner]:

@@ -20,7 +20,7 @@ from reports.numbers import (
     signed,
     significant,
 )
-from reports.outcome import BASELINE, arm_name, emulated_arms, filter_note
+from reports.outcome import BASELINE, arm_name, emulated_arms, engine_tags, filter_note
 from reports.parts import Cell, Group, Row, Table
 
 NOT_MEASURED = Cell("not measured")
@@ -199,7 +199,7 @@ def _shapes(points: dict[str, list[ThroughputPoint]]) -> list[Shape]:
 
 def speed_group(comparison: Comparison, records: list[Record]) -> Group:
     points = points_of(records)
-    emulated = {r.arm for r in records if isinstance(r.data, ThroughputData) and r.engine.emulated}
+    tags = {r.arm: engine_tags(r.engine) for r in records if isinstance(r.data, ThroughputData)}
     rows = []
     for shape in _shapes(points):
         phase, batch, input_tokens, output_tokens = shape
@@ -209,13 +209,13 @@ def speed_group(comparison: Comparison, records: list[Record]) -> Group:
         for arm in comparison.arms:
             rates = _rates(points.get(arm, []), shape)
             repeats = max(repeats, len(rates))
-            cells.append(_rate_cell(rates, ("emulated",) if arm in emulated else ()))
+            cells.append(_rate_cell(rates, tags.get(arm, ())))
         rows.append(Row(label, [*cells, Cell(plural(repeats, "repeat"))], detail))
-        rows += _ratio_rows(comparison, shape, repeats, emulated)
+        rows += _ratio_rows(comparison, shape, repeats, tags)
     return Group("Speed", rows)
 
 
-def _ratio_rows(comparison: Comparison, shape: Shape, repeats: int, emulated: set[str]) -> list[Row]:
+def _ratio_rows(comparison: Comparison, shape: Shape, repeats: int, tags: dict[str, tuple[str, ...]]) -> list[Row]:
     """Speed relative to BF16, where there is a ratio for this shape."""
     phase, batch, input_tokens, output_tokens = shape
     names = (phase, f"{phase}, batch {batch}, {input_tokens} + {output_tokens} tokens")
@@ -224,8 +224,8 @@ def _ratio_rows(comparison: Comparison, shape: Shape, repeats: int, emulated: se
         ratios = comparison.throughput_ratio.get(arm, {})
         ratio = next((ratios[name] for name in names if name in ratios), None)
         cell = number_cell(ratio, "×")
-        tags = ("emulated",) if arm in emulated and ratio else ()
-        cells.append(Cell("—") if arm == BASELINE else Cell(cell.text, cell.detail, tags))
+        marks = tags.get(arm, ()) if ratio else ()
+        cells.append(Cell("—") if arm == BASELINE else Cell(cell.text, cell.detail, marks))
     if all(cell.text in ("—", "n/a") for cell in cells):
         return []
     return [Row("↳ relative to BF16", [*cells, Cell(plural(repeats, "pair"))])]

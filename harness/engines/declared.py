@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 
-def quantized_algorithm(folder: Path) -> str | None:
-    """NVFP4, W4A16_NVFP4, ... of a folder; None for a plain model, and where there is no readable config."""
+def config_of(folder: Path) -> dict[str, Any] | None:
+    """config.json; None where there is no readable one."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return algorithm_of(config) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else None
+
+
+def quantized_algorithm(folder: Path) -> str | None:
+    """NVFP4, W4A16_NVFP4, ... of a folder; None for a plain model."""
+    return algorithm_of(config_of(folder) or {})
 
 
 def algorithm_of(config: dict[str, Any]) -> str | None:

@@ -19,12 +19,12 @@ TAIL_LINES = 30
 
 
 class ServerProcess:
-    """A command and what it starts. `log`: its standard output and error, as it comes."""
+    """A command and what it starts, with exactly `environment`. log: its standard output and error, as it comes. grace_s: from
+    SIGTERM to SIGKILL when it is stopped."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = GRACE_S
     ) -> None:
-        """Start `command` with exactly `environment`."""
         self.log, self.grace_s = log, grace_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
@@ -57,14 +57,19 @@ class ServerProcess:
         except OSError:
             return ""
 
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, None where it still runs after timeout_s."""
+        try:
+            return self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """End the whole tree and wait until it is gone. May be called twice."""
         left = self.tree()
         if self._supervisor.stdin and not self._supervisor.stdin.closed:
             self._supervisor.stdin.close()
-        try:
-            self._supervisor.wait(self.grace_s + 10)
-        except subprocess.TimeoutExpired:
+        if self.wait(self.grace_s + 10) is None:
             left += self.tree()
             self._supervisor.kill()
             self._supervisor.wait()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from harness.engines import vllm
+from harness.engines import trtllm, vllm
 from harness.engines.environment import engine_python
 from harness.engines.process import ServerProcess
 from harness.engines.tree_memory import tree_memory
@@ -45,8 +45,6 @@ class Server:
 class Adapter(Protocol):
     """What an engine's module offers: how it is started, and how to read what it says about itself."""
 
-    NAME: str
-
     def command(
         self, python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]
     ) -> list[str]:
@@ -62,7 +60,7 @@ class Adapter(Protocol):
         """What log and /metrics say about memory; None where they say nothing."""
 
 
-ADAPTERS: dict[str, Adapter] = {"vllm": vllm}
+ADAPTERS: dict[str, Adapter] = {"vllm": vllm, "trtllm": trtllm}
 
 
 @contextlib.contextmanager

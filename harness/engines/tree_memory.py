@@ -7,6 +7,7 @@ asked is None, never 0.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def gpu_memory(pids: Sequence[int], nvml: Any = None) -> TreeMemory:
     """
     if nvml is None:
         try:
-            import pynvml as nvml
+            nvml = importlib.import_module("pynvml")
         except ImportError:
             return NOTHING
     try:

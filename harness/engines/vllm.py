@@ -22,7 +22,7 @@ _NATIVE = ("cutlass", "flashinfer", "cudnn", "fbgemm", "b12x", "trtllm", "cuteds
 _KERNEL = re.compile(r"Using (\S+) for NVFP4 GEMM")
 _EXPERTS = re.compile(r"Using '(\S+)' NvFp4 MoE backend")
 _FALLBACK = "Your GPU does not have native support for FP4 computation"
-_ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend(?!.*MoE)")
+_EMULATED = "NVFP4 is emulated on this CPU"  # our plugin's line
 
 
 def command(
@@ -58,7 +58,9 @@ def describe(log: str, version: str | None, folder: Path) -> Engine:
     kernels = list(dict.fromkeys(_KERNEL.findall(log) + [f"{name} experts" for name in _EXPERTS.findall(log)]))
     if _FALLBACK in log and not any("marlin" in kernel.lower() for kernel in kernels):
         kernels.append("weight-only fallback")
-    emulated = bool(kernels) and (device == "cpu" or any("emulation" in kernel.lower() for kernel in kernels))
+    emulated = _EMULATED in log or (
+        bool(kernels) and (device == "cpu" or any("emulation" in kernel.lower() for kernel in kernels))
+    )
     native = _native(kernels, _FALLBACK in log, emulated)
     return Engine(
         name=NAME,
@@ -83,7 +85,8 @@ def _native(kernels: list[str], fallback: bool, emulated: bool) -> bool | None:
 
 def _path(kernels: list[str], algorithm: str | None, device: str, emulated: bool, native: bool | None) -> str:
     if not kernels:
-        return f"{algorithm}, kernel not named in the log" if algorithm else f"vLLM {device} kernels, no FP4 weights"
+        named = f"{algorithm}, kernel not named in the log" if algorithm else f"vLLM {device} kernels, no FP4 weights"
+        return f"{named} (FP4 emulated)" if emulated else named
     how = {True: "native FP4", False: "weight-only, not native FP4", None: "kernel unknown to this tool"}[native]
     return f"{' + '.join(kernels)} ({'FP4 emulated' if emulated else how})"
 

@@ -49,6 +49,7 @@ def write_recipe(folder: Path, model: Path, **train: Any) -> Path:
             "save_every": 2, "validation_tokens": 256, "chunk": 64, **train,
         },
         "measure": {
+            "engine": "transformers",
             "fidelity": {"data": str(text), "tokens": 512, "seq_len": 64},
             "accuracy": {"tasks": ["qad_agreement"], "limit": 40},
             "throughput": {"input_tokens": 16, "output_tokens": 4, "repeats": 2},
@@ -194,6 +195,27 @@ def test_measure_by_hand(finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_
     assert by_hand["data"] == in_run["data"]
     assert by_hand["settings"] == in_run["settings"]
     assert by_hand["checkpoint"] == in_run["checkpoint"]
+
+
+def test_a_record_from_another_machine_is_accepted_by_its_hash(
+    finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, away = tmp_path / "run", tmp_path / "away"
+    shutil.copytree(finished[1], run)
+    for arm in ("qad", "ptq"):
+        shutil.copytree(run / "export" / arm, away / arm)
+    record = run / "measure" / "qad" / "memory.json"
+    record.unlink()
+    assert main(["measure", "memory", str(away / "qad"), "--arm", "qad", "--out", str(record)]) == 0
+    assert main(["report", str(run)]) == 0
+    capsys.readouterr()
+    for arguments, message in (
+        (["--arm", "custom"], "was measured as arm 'custom': measure it with --arm qad"),
+        (["--arm", "qad"], "memory.json is of other weights"),
+    ):
+        assert main(["measure", "memory", str(away / "ptq"), *arguments, "--out", str(record)]) == 0
+        assert main(["report", str(run)]) == 2
+        assert message in capsys.readouterr().err
 
 
 # --- killed at any moment ---

@@ -10,7 +10,21 @@ import pytest
 
 from qad.cli import main
 
-COMMANDS = ("run", "plan", "ptq", "train", "export", "convert", "check", "measure", "compare", "gate", "report", "show")
+COMMANDS = (
+    "run",
+    "plan",
+    "ptq",
+    "train",
+    "export",
+    "convert",
+    "check",
+    "measure",
+    "engines",
+    "compare",
+    "gate",
+    "report",
+    "show",
+)
 
 
 def test_help_imports_nothing_heavy() -> None:
