@@ -27,7 +27,7 @@ def sequences(arms: list[str], records: list[Record]) -> Table | None:
         return None
 
     def row(label: str, cell: Callable[[CacheCost], Cell], detail: str = "") -> Row:
-        return Row(label, [cell(cost) if (cost := known.get(arm)) else Cell("unknown") for arm in arms], detail)
+        return Row(label, [cell(known[arm]) if arm in known else Cell("unknown") for arm in arms], detail)
 
     def per_token(cost: CacheCost) -> Cell:
         others = ", ".join(
