@@ -129,7 +129,7 @@ def test_the_library_opens_the_other_layout_with_the_same_values(made: dict[str,
 
     folder, selection = made[scheme] / "compressed-tensors", selection_of(made[scheme])
     read = QuantizationConfig.model_validate(config_of(folder))
-    assert {group.format.value for group in read.config_groups.values()} == {
+    assert {str(group.format) for group in read.config_groups.values()} == {
         "float-quantized" if selection.format_of(module) == "FP8" else "nvfp4-pack-quantized"
         for module in selection.modules
     }
