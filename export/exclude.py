@@ -116,7 +116,7 @@ def vllm_format(
     built = experts[1] if experts else _fused_name(siblings_of(module)[0]) if len(members) > 1 else module
     if built in layers:
         return layers[built]
-    found = {layers[name] for name in members if name in layers}
+    found = {layers[name] for name in siblings_of(module) if name in layers and len(members) > 1}
     if len(found) > 1:
         raise ValueError(f"members of {built} have different algorithms ({', '.join(sorted(found))})")
     if found:

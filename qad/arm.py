@@ -187,8 +187,8 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
 def group_global_scale(weights: Mapping[str, Tensor], format: str = NVFP4) -> Tensor:
     """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
     `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
-    rule = fp8.scale_from_amax if format == FP8 else nvfp4.global_scale_from_amax
-    return rule(_group_amax(weights))
+    amax = _group_amax(weights)
+    return fp8.scale_from_amax(amax) if format == FP8 else nvfp4.global_scale_from_amax(amax)
 
 
 def _group_amax(weights: Mapping[str, Tensor]) -> Tensor:

@@ -44,8 +44,8 @@ class Student:
         self.arm = arm
         self.selection = arm.selection
         arm.require_input_scales()
-        scales, format_of = arm.input_scales, self.selection.format_of
-        wrap_linears(model, {name: (scales.get(name), format_of(name)) for name in self.selection.modules})
+        inputs, format_of = arm.input_scales, self.selection.format_of
+        wrap_linears(model, {name: (inputs.get(name), format_of(name)) for name in self.selection.modules})
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             master = arm.weight(name).to(device=parameter.device, dtype=torch.float32, copy=True)

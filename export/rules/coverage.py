@@ -68,8 +68,8 @@ def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
         except ValueError:
             engine = "vllm"
         if engine:
-            yield warning("E7", module, "has a BF16 weight that the architecture's class does not load, and is not excluded: "
-                          "an engine that builds it would wait for its scales", f"add {module} to the exclude lists", engine)  # fmt: skip
+            told = "has a BF16 weight that the architecture's class does not load, and is not excluded: an engine that builds it "
+            yield warning("E7", module, told + "would wait for its scales", f"exclude {module}", engine)
 
 
 def _known_modules(folder: Folder) -> set[str]:

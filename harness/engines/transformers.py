@@ -30,7 +30,7 @@ class LoadedModel:
 
 
 def load(folder: Path, dtype: str, device: str) -> LoadedModel:
-    """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N. No remote code.
+    """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N.
 
     Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from export.exclude import vllm_compressed_tensors_quantizes, vllm_excludes
+from export.exclude import vllm_compressed_tensors_quantizes, vllm_excludes, vllm_format
 
 pytestmark = pytest.mark.in_vllm
 
@@ -55,7 +55,7 @@ def pattern_lists(number: int) -> list[list[str]]:
     return [*lists, *whole]
 
 
-def answer(ask: Callable[[], bool]) -> bool | str:
+def answer(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except ValueError:
@@ -104,3 +104,33 @@ def test_the_compressed_tensors_rule_is_vllms() -> None:
                 ours = answer(lambda m=member, t=targets, i=ignore: vllm_compressed_tensors_quantizes(m, t, i, MEMBERS))  # type: ignore[misc]
                 assert ours == theirs, (targets, ignore, module, member)
     assert answers == {True, False, "refused"}
+
+
+def test_the_algorithm_of_a_module_of_a_mixed_checkpoint_is_vllms() -> None:
+    modelopt: Any = pytest.importorskip("vllm.model_executor.layers.quantization.modelopt")
+    r, answers = random.Random(9), set()
+    names = sorted(MEMBERS | {"lm_head", "model.layers.1.mlp", "model.layers.11.mlp.experts"})
+    for ignore in pattern_lists(300):
+        listed = {
+            name: r.choice(["FP8", "NVFP4", "W4A16_NVFP4"]) for name in r.sample(names, r.randrange(1, len(names)))
+        }
+        if r.random() < 0.5:  # what is valid: fused members agree
+            listed = {name: listed[next(m for m in members if m in listed)] for members in DENSE.values() for name in members
+                      if any(m in listed for m in members)} or listed  # fmt: skip
+        layers = {name: {"quant_algo": algorithm, "group_size": 16} for name, algorithm in listed.items()}
+        config = modelopt.ModelOptMixedPrecisionConfig.from_config(
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ignore}
+        )
+        config.packed_modules_mapping = FUSED
+
+        def theirs(module: str, config: Any = config) -> str | None:
+            found: str | None = None if config.is_layer_excluded(module) else config._resolve_quant_algo(module)
+            return found
+
+        for module, members in {**DENSE, **ROUTERS, **EXPERTS, "lm_head": ["lm_head"]}.items():
+            wanted = answer(lambda m=module: theirs(m))  # type: ignore[misc]
+            answers.add(wanted)
+            for member in members:
+                ours = answer(lambda m=member, n=listed, p=ignore: vllm_format(m, n, p, MEMBERS))  # type: ignore[misc]
+                assert ours == wanted, (listed, ignore, module, member)
+    assert answers == {None, "FP8", "NVFP4", "W4A16_NVFP4", "refused"}

@@ -125,11 +125,11 @@ def test_the_card_says_what_is_in_which_format(made: dict[str, Path]) -> None:
 @pytest.mark.parametrize("scheme", ["fp8", "mixed", "head"])
 def test_the_library_opens_the_other_layout_with_the_same_values(made: dict[str, Path], scheme: str) -> None:
     from compressed_tensors.quantization import QuantizationConfig
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoModelForCausalLM
 
     folder, selection = made[scheme] / "compressed-tensors", selection_of(made[scheme])
     read = QuantizationConfig.model_validate(config_of(folder))
-    assert {group.format.value for group in read.config_groups.values()} == {
+    assert {str(group.format) for group in read.config_groups.values()} == {
         "float-quantized" if selection.format_of(module) == "FP8" else "nvfp4-pack-quantized"
         for module in selection.modules
     }
@@ -142,11 +142,11 @@ def test_the_library_opens_the_other_layout_with_the_same_values(made: dict[str,
         if name.rpartition(".")[0] in selection.modules and stored[name].dtype != torch.float32:
             assert state[name].dtype == stored[name].dtype
             assert torch.equal(state[name].view(torch.uint8), stored[name].view(torch.uint8))
-    decompress = CompressedTensorsConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=decompress)
+    with torch.no_grad():
+        packed(torch.arange(8)[None])  # decompresses; at loading the library can decompress one format only
     for module in (name for name in selection.modules if selection.format_of(name) == "FP8"):
         expected = fp8.dequantize(fp8.Fp8Tensor(stored[f"{module}.weight"], stored[f"{module}.weight_scale"][0]))
-        weight = model.get_parameter(f"{module}.weight").detach().float()
+        weight = packed.get_parameter(f"{module}.weight").detach().float()
         assert torch.allclose(weight, expected, rtol=2**-7, atol=0)  # the library multiplies in BF16
 
 
