@@ -475,7 +475,7 @@ def test_only_hub_names_are_base_models_and_the_hubs_own_reader_agrees(
 def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     whole = quantize_group({"m": weight})["m"]
-    monkeypatch.setattr("qad.arm._ROWS_ELEMENTS", 64 * 7)
+    monkeypatch.setattr("qad.nvfp4._CHUNK", 28)
     parts = quantize_group({"m": weight})["m"]
     for field in ("packed", "block_scale", "global_scale"):
         a, b = (getattr(q, field).reshape(-1).view(torch.uint8) for q in (whole, parts))
