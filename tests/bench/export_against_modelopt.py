@@ -117,9 +117,9 @@ def main() -> None:
         (our_time, our_peak, our_start), (their_time, their_peak, their_start) = taken["ours"], taken["modelopt"]
         print(f"export of {args.model.name}, {format}, {packed} packed modules, equal codes")
         print(f"  ours {our_time:.1f} s, ModelOpt {their_time:.1f} s: {their_time / our_time:.1f} times as fast")
-        print(f"  memory beyond the imports: ours {(our_peak - our_start) / 1e9:.2f} GB, ModelOpt {(their_peak - their_start) / 1e9:.2f} GB: "
-              f"{(our_peak - our_start) / (their_peak - their_start):.2f} of its (in all {our_peak / 1e9:.2f} and "
-              f"{their_peak / 1e9:.2f} GB)")  # fmt: skip
+        own, their_own = our_peak - our_start, their_peak - their_start
+        print(f"  memory above imports: ours {own / 1e9:.2f} GB, ModelOpt {their_own / 1e9:.2f} GB: {own / their_own:.2f} of "
+              f"its (in all {our_peak / 1e9:.2f} and {their_peak / 1e9:.2f} GB)")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -499,7 +500,8 @@ def test_a_streamed_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
         torch.int64: "I64",
     }
     entries = [Entry(n, dtypes[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    write_file(tmp_path / "ours", entries, tensors.items())
+    digest = write_file(tmp_path / "ours", entries, tensors.items())
+    assert digest == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     with pytest.raises(AssertionError, match="never written"):
