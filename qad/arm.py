@@ -191,11 +191,14 @@ def _group_scales(
 
 
 def fake_quantize_group(
-    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN
+    weights: Mapping[str, Tensor],
+    frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `quantize_group` would store, decoded, one member at a time, in the weights' dtype: (module name, weight)."""
+    """What `quantize_group` would store, decoded, one member at a time: (module name, weight), in the weights' dtype or
+    written to `out`, by module name."""
     for name, scales in _group_scales(weights, frozen)[0].items():
-        yield name, nvfp4.fake_quantize(weights[name], *scales)
+        yield name, nvfp4.fake_quantize(weights[name], *scales, out=out.get(name))
 
 
 def quantize_group(
