@@ -265,12 +265,12 @@ def test_an_interrupted_export_goes_on_behind_its_last_whole_shard(
     written: list[str] = []
     write, limit = writer.write_file, [2]
 
-    def counted(path: Path, *args: Any) -> None:
+    def counted(path: Path, *args: Any) -> str:
         if len(written) == limit[0]:
             path.write_bytes(b"half")
             raise KeyboardInterrupt
         written.append(path.name)
-        write(path, *args)
+        return write(path, *args)
 
     monkeypatch.setattr(writer, "write_file", counted)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
@@ -300,11 +300,11 @@ def test_shards_of_another_commit_are_written_again(
     written: list[str] = []
     write = writer.write_file
 
-    def counted(path: Path, *args: Any) -> None:
+    def counted(path: Path, *args: Any) -> str:
         written.append(path.name)
         if len(written) == 2:
             raise KeyboardInterrupt
-        write(path, *args)
+        return write(path, *args)
 
     monkeypatch.setattr(writer, "write_file", counted)
     with pytest.raises(KeyboardInterrupt):
