@@ -43,6 +43,7 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
 	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi
+	$(BIN)/python tests/bench/export_against_modelopt.py $(MODEL)
 
 # Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.

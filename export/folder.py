@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -223,6 +224,17 @@ class Folder:
         if name not in self._scalars:
             self._scalars[name] = self.get(name)
         return self._scalars[name]
+
+    def byte_range(self, name: str) -> tuple[int, int]:
+        """Smallest and largest byte of a tensor that is not empty; read once, though several rules ask."""
+        if name not in self._byte_ranges:
+            smallest, largest = torch.aminmax(self.get(name).reshape(-1).view(torch.uint8))
+            self._byte_ranges[name] = (int(smallest), int(largest))
+        return self._byte_ranges[name]
+
+    @functools.cached_property
+    def _byte_ranges(self) -> dict[str, tuple[int, int]]:
+        return {}
 
     @functools.cached_property
     def _scalars(self) -> dict[str, Tensor]:

@@ -11,10 +11,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from qad.artifact import sha256_file
 
 # In the order of the reference implementation, which writes tensors from the last to the first.
 _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -44,8 +47,8 @@ def write_file(
     tensors: Iterable[tuple[str, Tensor]],
     progress: Callable[[int], object] = lambda written: None,
     metadata: Mapping[str, str] = _METADATA,
-) -> None:
-    """Every entry must arrive exactly once with its dtype and shape; the file is on disk when this returns.
+) -> str:
+    """Every entry must arrive exactly once with its dtype and shape; the file is on disk when this returns its sha256.
 
     Raises OSError (disk full), AssertionError where a tensor is not as announced.
     """
@@ -65,7 +68,11 @@ def write_file(
         if announced:
             raise AssertionError(f"never written: {sorted(announced)[:3]}")
         file.flush()
-        os.fsync(file.fileno())
+        with ThreadPoolExecutor(1) as disk:  # the disk writes while the bytes, still in memory, are hashed
+            on_disk = disk.submit(os.fsync, file.fileno())
+            digest = sha256_file(path)
+            on_disk.result()
+    return digest
 
 
 def _header(entries: list[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, Entry]]]:

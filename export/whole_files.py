@@ -1,6 +1,6 @@
 """Weight files of a folder that is being written, one whole file after the other, so that an interruption costs one file.
 
-A file is written aside, renamed, hashed and recorded in shards.json. When the same stage starts again, recorded files that
+A file is written aside, hashed, renamed and recorded in shards.json. When the same stage starts again, recorded files that
 still have their size and hash are kept; everything else in the folder is removed and made anew.
 """
 
@@ -38,14 +38,14 @@ class WholeFiles:
     def bytes(self) -> int:
         return sum(facts["bytes"] for facts in self.whole.values())
 
-    def write(self, name: str, fill: Callable[[Path], object]) -> None:
-        """`fill(path)` writes one file; not called for one that is whole."""
+    def write(self, name: str, fill: Callable[[Path], str]) -> None:
+        """`fill(path)` writes one file and returns its sha256; not called for one that is whole."""
         if name in self.whole:
             return
         aside, path = self._folder / f"{name}.tmp", self._folder / name
-        fill(aside)
+        digest = fill(aside)
         aside.replace(path)
-        self.whole[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        self.whole[name] = {"bytes": path.stat().st_size, "sha256": digest}
         self._record()
 
     def finish(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from torch import Tensor
 from qad import fp8, nvfp4
 from qad.artifact import open_artifact
 from qad.errors import ArtifactError, SourceError
+from qad.finite import amax
 from qad.formats import FP8, NVFP4
 from qad.kv_cache import CALIBRATES, OFF
 from qad.selection import Selection, never_quantized
@@ -39,7 +40,6 @@ from qad.source import HEAD, Checkpoint, open_checkpoint
 
 KIND = "arm"
 DYNAMIC = "dynamic"
-_ROWS_ELEMENTS = 1 << 20  # weights quantized at a time, some 25 MB of FP32 intermediates; more is slower
 Quantized = nvfp4.QuantizedTensor | fp8.Fp8Tensor
 _NONE_FROZEN: Mapping[str, nvfp4.FrozenScales] = MappingProxyType({})
 
@@ -187,42 +187,45 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
 def group_global_scale(weights: Mapping[str, Tensor], format: str = NVFP4) -> Tensor:
     """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
     `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
-    amax = _group_amax(weights)
-    return fp8.scale_from_amax(amax) if format == FP8 else nvfp4.global_scale_from_amax(amax)
+    largest = _group_amax(weights.values())
+    return fp8.scale_from_amax(largest) if format == FP8 else nvfp4.global_scale_from_amax(largest)
 
 
-def _group_amax(weights: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([weight.detach().abs().amax().float() for weight in weights.values()]).amax()
+def _group_amax(weights: Iterable[Tensor]) -> Tensor:
+    return torch.stack([amax(weight) for weight in weights]).amax()
 
 
 def _group_scales(
     weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales]
-) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Module name -> (global scale, frozen block scales or None): the one place that decides between the two kinds."""
+) -> tuple[dict[str, tuple[Tensor, Tensor | None]], Tensor | None]:
+    """Module name -> (global scale, frozen block scales or None): the one place that decides between the two kinds. And
+    the largest magnitude of those without frozen scales, None where there are none."""
+    scales: dict[str, tuple[Tensor, Tensor | None]]
+    scales = {name: (found.global_scale, found.block_scale) for name, found in frozen.items() if name in weights}
     loose = {name: weight for name, weight in weights.items() if name not in frozen}
-    shared = group_global_scale(loose) if loose else None
-    scales: dict[str, tuple[Tensor, Tensor | None]] = {}
-    for name in weights:
-        if name in frozen:
-            scales[name] = (frozen[name].global_scale, frozen[name].block_scale)
-        else:
-            assert shared is not None
-            scales[name] = (shared, None)
-    return scales
+    if not loose:
+        return scales, None
+    largest = _group_amax(loose.values())
+    scales |= dict.fromkeys(loose, (nvfp4.global_scale_from_amax(largest), None))
+    return {name: scales[name] for name in weights}, largest
 
 
 def fake_quantize_group(
     weights: Mapping[str, Tensor],
     frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
     format: str = NVFP4,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `quantize_group` would store, decoded, one member at a time, in the weights' dtype: (module name, weight)."""
+    """What `quantize_group` would store, decoded, one member at a time: (module name, weight), in the weights' dtype or
+    written to `out`, by module name."""
     if format == FP8:
         shared = group_global_scale(weights, FP8)
-        yield from ((name, fp8.fake_quantize(weight, shared)) for name, weight in weights.items())
+        for name, weight in weights.items():
+            decoded = fp8.fake_quantize(weight, shared)
+            yield name, out[name].copy_(decoded) if name in out else decoded
         return
-    for name, scales in _group_scales(weights, frozen).items():
-        yield name, nvfp4.fake_quantize(weights[name], *scales)
+    for name, scales in _group_scales(weights, frozen)[0].items():
+        yield name, nvfp4.fake_quantize(weights[name], *scales, out=out.get(name))
 
 
 def quantize_group(
@@ -235,15 +238,17 @@ def quantize_group(
     Raises SourceError naming module and index for NaN or Inf; warns where the group's values are too small for a normal
     scale, so that all of them become zero, and where more than 1 % of the blocks outgrew their frozen scales.
     """
-    loose = {name: weight for name, weight in weights.items() if name not in frozen}
-    if loose and nvfp4.is_degenerate(_group_amax(loose)):
-        warnings.warn(f"{', '.join(loose)}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
     quantized: dict[str, Quantized] = {}
-    scales = {} if format == FP8 else _group_scales(weights, frozen)
-    shared = group_global_scale(weights, FP8) if format == FP8 else None
+    if format == FP8:
+        shared, scales = group_global_scale(weights, FP8), {}
+    else:
+        scales, largest = _group_scales(weights, frozen)
+        if largest is not None and nvfp4.is_degenerate(largest):
+            loose = ", ".join(name for name in weights if name not in frozen)
+            warnings.warn(f"{loose}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
     for name, weight in weights.items():
         try:
-            quantized[name] = fp8.quantize(weight, shared) if format == FP8 else _quantize_rows(weight, *scales[name])
+            quantized[name] = fp8.quantize(weight, shared) if format == FP8 else nvfp4.quantize(weight, *scales[name])
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
     _warn_of_saturation({name: weight for name, weight in weights.items() if name in frozen}, frozen)
@@ -260,20 +265,6 @@ def _warn_of_saturation(weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp
             "moved too far from those the scales were found for",
             stacklevel=3,
         )
-
-
-def _quantize_rows(weight: Tensor, scale: Tensor, block_scale: Tensor | None) -> nvfp4.QuantizedTensor:
-    """Blocks do not see each other, so rows are taken a few at a time: a tenth of the memory, and faster."""
-    rows = max(1, _ROWS_ELEMENTS // max(1, weight.shape[-1]))
-    if weight.dim() != 2 or weight.shape[0] <= rows or not torch.isfinite(weight.abs().amax()):
-        return nvfp4.quantize(
-            weight, scale, block_scale
-        )  # NaN or Inf: refused there, with its index in the whole weight
-    chunks = weight.split(rows)
-    given = [None] * len(chunks) if block_scale is None else block_scale.split(rows)
-    parts = [nvfp4.quantize(chunk, scale, scales) for chunk, scales in zip(chunks, given, strict=True)]
-    packed, block_scale = (torch.cat([getattr(part, field) for part in parts]) for field in ("packed", "block_scale"))
-    return nvfp4.QuantizedTensor(packed, block_scale, scale)
 
 
 def write_arm(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from qad.compiled import compiled
+from qad.finite import amax, first_not_finite
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
@@ -39,6 +40,9 @@ E2M1_OVERFLOW = (
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_CHUNK = 1 << 14  # blocks quantized at a time: what lies in between stays in its cache ...
+_COMPILED_CHUNK = 1 << 16  # ... and is less where it is compiled, but a call costs more
 
 # vLLM multiplies by this FP32 constant where the weight rule divides by 6; the results differ in the last bit.
 _ONE_SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
@@ -82,10 +86,29 @@ class FrozenScales:
 # --- elements and scales -------------------------------------------------------------------------
 
 
+def _round_to_step(magnitude: Tensor, step: Tensor | float) -> Tensor:
+    """FP32 magnitudes below 2**23 steps -> the nearest multiple of the step, a power of two; ties to even.
+
+    Beside 2**23 steps a float has no bits left below one step: the addition rounds, the subtraction is exact.
+    """
+    anchor = step * 2.0**23
+    return (magnitude + anchor) - anchor
+
+
+def _e2m1_pieces(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far FP32 magnitudes reach into each piece of E2M1, rounded to its steps: .5 up to 2, 1 up to 4, 2 up to 6.
+
+    Their sum is the nearest E2M1 magnitude, ties to even, saturated at 6; the differences are exact. Minima and sums
+    only, because an eager torch.where takes ten times as long on a CPU.
+    """
+    low, middle, high = (magnitude.clamp(max=end) for end in (2.0, 4.0, E2M1_MAX))
+    return _round_to_step(low, 0.5), _round_to_step(middle - low, 1.0), _round_to_step(high - middle, 2.0)
+
+
 def _round_to_e2m1(magnitude: Tensor) -> Tensor:
-    """FP32 magnitudes in [0, 6] -> the nearest E2M1 magnitude, ties to even. The step is a power of two: exact."""
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    return torch.round(magnitude / step) * step
+    """FP32 magnitudes -> the nearest E2M1 magnitude."""
+    low, middle, high = _e2m1_pieces(magnitude)
+    return low + middle + high
 
 
 def round_to_e4m3(value: Tensor) -> Tensor:
@@ -96,8 +119,7 @@ def round_to_e4m3(value: Tensor) -> Tensor:
     because the compiled form must not depend on a device's FP8 support.
     """
     power_of_two = (value.view(torch.int32) & 0x7F800000).view(torch.float32)
-    ulp = (power_of_two * 0.125).clamp(min=E4M3_MIN)
-    return torch.round(value / ulp) * ulp
+    return _round_to_step(value, (power_of_two * 0.125).clamp(min=E4M3_MIN))
 
 
 def as_blocks(tensor: Tensor) -> Tensor:
@@ -137,52 +159,64 @@ def is_degenerate(amax: Tensor | float, block_scale_max: float = E4M3_MAX) -> bo
 
 def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
     """FP32 values of the E4M3 block scales, [blocks, 1]. Source: ModelOpt's NVFP4QTensor, max calibration."""
-    block_amax = weight_B16.abs().amax(dim=-1, keepdim=True)
-    raw = block_amax / (E2M1_MAX * global_scale)
+    raw = weight_B16.abs().amax(dim=-1, keepdim=True) / (E2M1_MAX * global_scale)
     raw = torch.where(raw == 0, 1.0, raw)
     return round_to_e4m3(raw.clamp(E4M3_MIN, E4M3_MAX))
 
 
 def weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
     """|w| in units of the ROUNDED scale, saturated and rounded to E2M1."""
-    return _round_to_e2m1((weight_B16.abs() / decode_scale).clamp(max=E2M1_MAX))
+    return _round_to_e2m1(weight_B16.abs() / decode_scale)
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
 def _encode(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
-    """FP32 weights -> packed bytes [blocks, 8]."""
-    magnitude = weight_magnitude(weight_B16, decode_scale_B1)
-    index = torch.where(magnitude < 2.0, magnitude * 2, torch.where(magnitude < 4.0, magnitude + 2, magnitude / 2 + 4))
-    codes = index.to(torch.uint8) | ((weight_B16 < 0).to(torch.uint8) << 3)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    """FP32 weights -> 4-bit codes, uint8 [blocks, 16]. Computed in FP32, which every CPU does eight at a time."""
+    low, middle, high = _e2m1_pieces(weight_B16.abs() / decode_scale_B1)
+    index = low * 2 + middle + high * 0.5
+    return (index - torch.sign(weight_B16).clamp(max=0) * 8).to(torch.uint8)
 
 
 def _round_trip(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
     """FP32 weights -> the FP32 values of their codes."""
-    value = weight_magnitude(weight_B16, decode_scale_B1) * decode_scale_B1
-    return torch.where(weight_B16 < 0, -value, value)
+    return _signed(weight_magnitude(weight_B16, decode_scale_B1) * decode_scale_B1, weight_B16)
+
+
+def _signed(magnitude: Tensor, like: Tensor) -> Tensor:
+    """A magnitude with another number's sign, zero negative only where that number is not zero."""
+    return magnitude * torch.sign(like)
 
 
 def _quantize_blocks(weight_B16: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    assert weight_B16.shape[1] == BLOCK_SIZE  # tells the compiler
     weight_B16 = weight_B16.float()
     block_scale_B1 = _weight_block_scale(weight_B16, global_scale)
-    return _encode(weight_B16, block_scale_B1 * global_scale), block_scale_B1.squeeze(-1)
+    return _encode(weight_B16, block_scale_B1 * global_scale), block_scale_B1
 
 
 def _quantize_frozen_blocks(weight_B16: Tensor, global_scale: Tensor, block_scale_B1: Tensor) -> Tensor:
+    assert weight_B16.shape[1] == BLOCK_SIZE
     return _encode(weight_B16.float(), block_scale_B1 * global_scale)
 
 
-def _fake_quantize_blocks(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
-    dtype = weight_B16.dtype
-    weight_B16 = weight_B16.float()
-    return _round_trip(weight_B16, _weight_block_scale(weight_B16, global_scale) * global_scale).to(dtype)
+def _fake_quantize_blocks(weight_B16: Tensor, global_scale: Tensor, out_B16: Tensor | None = None) -> Tensor:
+    assert weight_B16.shape[1] == BLOCK_SIZE
+    value_B16 = weight_B16.float()
+    decode_scale_B1 = _weight_block_scale(value_B16, global_scale) * global_scale
+    return _stored(_round_trip(value_B16, decode_scale_B1).to(weight_B16.dtype), out_B16)
 
 
-def _fake_quantize_frozen_blocks(weight_B16: Tensor, global_scale: Tensor, block_scale_B1: Tensor) -> Tensor:
-    return _round_trip(weight_B16.float(), block_scale_B1 * global_scale).to(weight_B16.dtype)
+def _fake_quantize_frozen_blocks(
+    weight_B16: Tensor, global_scale: Tensor, block_scale_B1: Tensor, out_B16: Tensor | None = None
+) -> Tensor:
+    assert weight_B16.shape[1] == BLOCK_SIZE
+    return _stored(_round_trip(weight_B16.float(), block_scale_B1 * global_scale).to(weight_B16.dtype), out_B16)
+
+
+def _stored(value: Tensor, out: Tensor | None) -> Tensor:
+    return value if out is None else out.copy_(value)
 
 
 def quantize(weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None) -> QuantizedTensor:
@@ -194,20 +228,34 @@ def quantize(weight: Tensor, global_scale: Tensor | None = None, block_scale: Te
     another shape or dtype, or that are not positive and finite.
     """
     _require_blocks(weight, "weight")
-    amax = weight.abs().amax().float()
-    if not torch.isfinite(amax):
-        index = tuple(int(i) for i in (~torch.isfinite(weight)).nonzero()[0])
-        raise ValueError(f"weight holds {weight[index].item()} at index {index}: NVFP4 has no NaN and no Inf.")
-    if block_scale is None:
-        scale = global_scale_from_amax(amax) if global_scale is None else _scalar(global_scale, weight.device)
-        packed, values = compiled(_quantize_blocks, weight)(as_blocks(weight), scale)
-        block_scale = values.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1)
-    else:
-        scale, values = _frozen(weight, global_scale, block_scale)
-        if not ((values > 0) & (values <= E4M3_MAX)).all():
+    given = None
+    if block_scale is not None:
+        global_scale, given = _frozen(weight, global_scale, block_scale)
+        if not ((given > 0) & (given <= E4M3_MAX)).all():
             raise ValueError("a frozen block scale is zero, negative or NaN: find the scales again")
-        packed = compiled(_quantize_frozen_blocks, weight)(as_blocks(weight), scale, values)
-    return QuantizedTensor(packed.reshape(*weight.shape[:-1], -1), block_scale, scale)
+    scale = _scalar(global_scale_from_amax(amax(weight)) if global_scale is None else global_scale, weight.device)
+    weight_B16 = as_blocks(weight.detach())
+    packed_B8 = torch.empty(len(weight_B16), BLOCK_SIZE // 2, dtype=torch.uint8, device=weight.device)
+    values_B1 = torch.empty(len(weight_B16), 1, dtype=torch.float8_e4m3fn, device=weight.device)
+    kernel = _quantize_blocks if given is None else _quantize_frozen_blocks
+    run = compiled(kernel, weight)
+    size = _CHUNK if run is kernel else _COMPILED_CHUNK
+    for start in range(0, len(weight_B16), size):  # blocks do not see each other
+        part = slice(start, start + size)
+        chunk_B16 = weight_B16[part]
+        if not torch.isfinite(amax(chunk_B16)):
+            index = first_not_finite(weight)
+            assert index is not None
+            raise ValueError(f"weight holds {weight[index].item()} at index {index}: NVFP4 has no NaN and no Inf.")
+        if given is None:
+            codes_B16, values_B1[part] = run(chunk_B16, scale)
+        else:
+            codes_B16 = run(chunk_B16, scale, given[part])
+        packed_B8[part] = pack(codes_B16)
+    packed = packed_B8.reshape(*weight.shape[:-1], -1)
+    if block_scale is None:
+        block_scale = values_B1.reshape(*weight.shape[:-1], -1)
+    return QuantizedTensor(packed, block_scale, scale)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -218,19 +266,31 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     return (as_blocks(element) * decode_scale.reshape(-1, 1)).reshape(q.shape).to(dtype)
 
 
-def fake_quantize(weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None) -> Tensor:
+def fake_quantize(
+    weight: Tensor,
+    global_scale: Tensor | None = None,
+    block_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """dequantize(quantize(weight, ...)) in one fused pass, in the weight's dtype, with a straight-through gradient.
 
     The gradient is the identity everywhere, also on and beyond the saturation bound. NaN stays NaN.
+    `out`: a contiguous tensor of the weight's shape and any floating dtype that gets the values and is returned; no gradient
+    passes. New memory for a large tensor costs more than its values.
     Raises ValueError for K not divisible by 16, and for block scales of another shape or dtype.
     """
     _require_blocks(weight, "weight")
+    kernel: Any
+    scales: tuple[Tensor, ...]
     if block_scale is not None:
-        scales = _frozen(weight, global_scale, block_scale)
-        return _StraightThrough.apply(weight, _fake_quantize_frozen_blocks, *scales)
-    if global_scale is None:
-        global_scale = global_scale_from_amax(weight.detach().abs().amax().float())
-    return _StraightThrough.apply(weight, _fake_quantize_blocks, _scalar(global_scale, weight.device))
+        kernel, scales = _fake_quantize_frozen_blocks, _frozen(weight, global_scale, block_scale)
+    else:
+        scale = global_scale_from_amax(amax(weight)) if global_scale is None else global_scale
+        kernel, scales = _fake_quantize_blocks, (_scalar(scale, weight.device),)
+    if out is None:
+        return _StraightThrough.apply(weight, kernel, *scales)
+    compiled(kernel, weight)(as_blocks(weight.detach()), *scales, out.detach().view(-1, BLOCK_SIZE))
+    return out
 
 
 def _frozen(weight: Tensor, global_scale: Tensor | None, block_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,14 +318,15 @@ def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
 
 
 def _fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tensor:
+    assert x_B16.shape[1] == BLOCK_SIZE
     dtype = x_B16.dtype
     x_B16 = x_B16.float()
     block_amax = x_B16.abs().amax(dim=-1, keepdim=True)
     # The amax is not negative, so vLLM's lower clamp at -448 is moot.
     scale = round_to_e4m3((encode_scale * (block_amax * _ONE_SIXTH)).clamp(max=E4M3_MAX))
     scaled = x_B16.abs() * _reciprocal(scale * _reciprocal(encode_scale))
-    value = _round_to_e2m1(scaled.clamp(max=E2M1_MAX)) * (scale / encode_scale)
-    return torch.where(x_B16 < 0, -value, value).to(dtype)
+    value = _round_to_e2m1(scaled) * (scale / encode_scale)
+    return _signed(value, x_B16).to(dtype)
 
 
 def _reciprocal(x: Tensor) -> Tensor:
@@ -325,7 +386,8 @@ def _scalar(scale: Tensor, device: torch.device) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """4-bit codes, uint8 [..., K] -> uint8 [..., K/2]; the even index goes to the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    pair = codes.contiguous().view(torch.int16)  # the even code in the low byte
+    return (pair | (pair >> 4)).to(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:

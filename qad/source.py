@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ class Checkpoint:
         """Identity of config, weights and tokenizer by content."""
         names = {"config.json", *_TOKENIZER_FILES, "chat_template.jinja", "generation_config.json"}
         files = {info.file for info in self.tensors.values()} | {self.folder / name for name in names}
-        return digest_of({f.name: _hash(f) for f in sorted(files) if f.is_file()})
+        found = sorted(f for f in files if f.is_file())
+        with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds the interpreter
+            return digest_of({f.name: digest for f, digest in zip(found, pool.map(_hash, found), strict=True)})
 
     @property
     def card(self) -> dict[str, Any]:

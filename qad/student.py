@@ -76,9 +76,9 @@ class Student:
         deployed: set[str] = set()
         for group in self.selection.groups:
             weights = {module: self.masters[f"{module}.weight"] for module in group}
-            for module, decoded in fake_quantize_group(weights, self.frozen, self.selection.format_of(group[0])):
-                parameters[f"{module}.weight"].copy_(decoded)
-                deployed.add(f"{module}.weight")
+            targets = {module: parameters[f"{module}.weight"] for module in group}
+            form = self.selection.format_of(group[0])
+            deployed |= {f"{module}.weight" for module, _ in fake_quantize_group(weights, self.frozen, form, targets)}
         for name, parameter in parameters.items():
             if name not in deployed:
                 parameter.copy_(self.masters[name].to(torch.bfloat16))

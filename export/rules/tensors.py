@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from export.findings import Finding, error, warning
 from export.folder import Folder
 from export.layout import LAYOUTS
+from qad.finite import amax
 from qad.formats import FP8, NVFP4, W4A16_NVFP4
 from qad.fusion import scale_groups, siblings_of
 from qad.nvfp4 import E2M1_MAX, E4M3_MAX
@@ -132,9 +132,9 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
             or len(weight.shape) != 2
         ):
             continue
+        if _all_positive_and_finite(folder, f"{module}.{layout.block_scale}"):
+            continue
         values = folder.get(f"{module}.{layout.block_scale}").view(torch.uint8)
-        if not values.numel() or (int(values.min()) > 0 and int(values.max()) < 0x7F):
-            continue  # positive and finite, all of them
         nan, zero = (values & 0x7F) == 0x7F, (values & 0x7F) == 0
         negative = (values > 0x80) & ~nan
         if nan.any():
@@ -152,7 +152,7 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
                 )
     for name, (_, entry) in folder.tensors.items():
         checked = entry.dtype in ("BF16", "F16") or (entry.dtype == "F32" and len(entry.shape) > 0)
-        if checked and not _finite(folder.get(name)):
+        if checked and entry.bytes and not torch.isfinite(amax(folder.get(name))):
             remedy = "the source is damaged: start again from it"
             yield error("E4", name.rpartition(".")[0], f"{name} holds NaN or Inf", remedy)
 
@@ -163,17 +163,6 @@ def _nan_values(folder: Folder, module: str) -> Iterator[Finding]:
         nan = (folder.get(f"{module}.weight").view(torch.uint8) & 0x7F) == 0x7F
         if nan.any():
             yield error("E4", module, f"{int(nan.sum())} FP8 weights are NaN", _AGAIN)
-
-
-def _finite(tensor: Tensor) -> bool:
-    """No exponent is all ones. Integer arithmetic, which is fast for BF16 on every CPU."""
-    kinds = {
-        torch.bfloat16: (torch.int16, 0x7F80),
-        torch.float16: (torch.int16, 0x7C00),
-        torch.float32: (torch.int32, 0x7F800000),
-    }
-    integer, exponent = kinds[tensor.dtype]
-    return not bool(((tensor.view(integer) & exponent) == exponent).any())
 
 
 def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
@@ -238,11 +227,27 @@ def _w2(folder: Folder) -> Iterator[Finding]:
         names = [f"{m}.{folder.layout.block_scale}" for m in group]
         entries = [folder.entry(name) for name in names]
         if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):
-            byte = max(int((folder.get(name).view(torch.uint8) & 0x7F).max()) for name in names)
+            byte = max(_largest_magnitude(folder, name) for name in names)
             largest = float(torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
             if largest < 128 and largest != 1.0:  # 1.0: an all-zero group
                 found = f"largest block scale of the group is {largest:g}, far below 448: precision is lost"
                 yield warning("W2", group[0], found, "quantize with the group's own global scale")
+
+
+def _all_positive_and_finite(folder: Folder, block_scale: str) -> bool:
+    """Of E4M3 bytes; true of an empty tensor."""
+    entry = folder.entry(block_scale)
+    if entry is None or not entry.bytes:
+        return True
+    smallest, largest = folder.byte_range(block_scale)
+    return smallest > 0 and largest < 0x7F
+
+
+def _largest_magnitude(folder: Folder, block_scale: str) -> int:
+    """The byte of the largest E4M3 magnitude, without its sign."""
+    if _all_positive_and_finite(folder, block_scale):
+        return folder.byte_range(block_scale)[1]
+    return int((folder.get(block_scale).view(torch.uint8) & 0x7F).max())
 
 
 def missing_siblings(folder: Folder) -> Iterator[Finding]:

@@ -249,6 +249,18 @@ def test_the_compiled_form_has_the_same_bits(name: str) -> None:
     assert torch.equal(q.block_scale.view(torch.uint8), eager.block_scale.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compile_", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+def test_values_written_to_a_tensor_are_those_of_a_new_one(compile_: bool, dtype: torch.dtype) -> None:
+    weight = weights("normal")
+    q = nvfp4.quantize(weight)
+    for scales in ((), (q.global_scale, q.block_scale)):
+        out = torch.full_like(weight, torch.nan, dtype=dtype)
+        with compilation(compile_):
+            assert nvfp4.fake_quantize(weight, *scales, out=out) is out
+        assert same_bits(out, nvfp4.dequantize(q).to(dtype))
+
+
 @pytest.mark.parametrize("view", ["transposed", "strided", "sliced"])
 def test_layout_in_memory_does_not_matter(view: str) -> None:
     base = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from export.check import Finding, check, to_json
 from export.exclude import trtllm_excludes, vllm_excludes
+from export.folder import Folder
 from qad.cli import main
 from qad.errors import UsageError
 
@@ -394,3 +396,18 @@ def test_part_of_a_fused_module_is_refused_by_vllm_and_excludes_all_in_tensorrt_
     with pytest.raises(ValueError, match="only part"):
         vllm_excludes("a.self_attn.k_proj", ["a.self_attn.q_proj"])
     assert trtllm_excludes("a.self_attn.k_proj", ["a.self_attn.q_proj"])
+
+
+def test_headers_and_scales_are_read_once_and_no_codes(exported_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of a folder does not grow with its codes, eight ninths of it."""
+    read: Counter[str] = Counter()
+    get = Folder.get
+
+    def counting(folder: Folder, name: str) -> torch.Tensor:
+        read[name] += 1
+        return get(folder, name)
+
+    monkeypatch.setattr(Folder, "get", counting)
+    assert not [f for f in check(exported_dir) if f.severity == "error"]
+    stored = load_file(exported_dir / "model.safetensors")
+    assert read == Counter(name for name, tensor in stored.items() if tensor.dtype != torch.uint8)

@@ -155,11 +155,11 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     written = convert_module.write_file
     calls = []
 
-    def fail_at_the_second(*args: object) -> None:
+    def fail_at_the_second(*args: object) -> str:
         calls.append(args)
         if len(calls) > 1:
             raise OSError(28, "No space left on device")
-        written(*args)  # type: ignore[arg-type]
+        return written(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "write_file", fail_at_the_second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -264,12 +265,12 @@ def test_an_interrupted_export_goes_on_behind_its_last_whole_shard(
     written: list[str] = []
     write, limit = writer.write_file, [2]
 
-    def counted(path: Path, *args: Any) -> None:
+    def counted(path: Path, *args: Any) -> str:
         if len(written) == limit[0]:
             path.write_bytes(b"half")
             raise KeyboardInterrupt
         written.append(path.name)
-        write(path, *args)
+        return write(path, *args)
 
     monkeypatch.setattr(writer, "write_file", counted)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
@@ -299,11 +300,11 @@ def test_shards_of_another_commit_are_written_again(
     written: list[str] = []
     write = writer.write_file
 
-    def counted(path: Path, *args: Any) -> None:
+    def counted(path: Path, *args: Any) -> str:
         written.append(path.name)
         if len(written) == 2:
             raise KeyboardInterrupt
-        write(path, *args)
+        return write(path, *args)
 
     monkeypatch.setattr(writer, "write_file", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -475,7 +476,7 @@ def test_only_hub_names_are_base_models_and_the_hubs_own_reader_agrees(
 def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     whole = quantize_group({"m": weight})["m"]
-    monkeypatch.setattr("qad.arm._ROWS_ELEMENTS", 64 * 7)
+    monkeypatch.setattr("qad.nvfp4._CHUNK", 28)
     parts = quantize_group({"m": weight})["m"]
     for field in ("packed", "block_scale", "global_scale"):
         a, b = (getattr(q, field).reshape(-1).view(torch.uint8) for q in (whole, parts))
@@ -499,7 +500,8 @@ def test_a_streamed_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
         torch.int64: "I64",
     }
     entries = [Entry(n, dtypes[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    write_file(tmp_path / "ours", entries, tensors.items())
+    digest = write_file(tmp_path / "ours", entries, tensors.items())
+    assert digest == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     with pytest.raises(AssertionError, match="never written"):
