@@ -1,9 +1,9 @@
 """Do the method's findings show on a small model? Signs only, over several seeds (arXiv 2601.20088, sections 3 and 4).
 
-For every seed a tiny Llama is trained on two domains, the documentation and the code of the standard library, and becomes the BF16
-original; a larger one of the same tokenizer is trained beside it. Both are far smaller than any model the findings are about. Every
-arm is then made by the trainer of the product, from one calibration, and judged on test text of both domains by KL from the
-original and by cross-entropy.
+For every seed a tiny Llama is trained on two domains, the documentation and the code of the standard library, and becomes the
+BF16 original; a larger one of the same tokenizer is trained beside it. Both are far smaller than any model the findings are
+about. Every arm is then made by the product's trainer, from one calibration, and judged on test text of both domains by KL
+from the original and by cross-entropy.
 
     python tests/bench/method_findings.py --out FOLDER --seeds 3
 
@@ -178,7 +178,10 @@ def findings() -> list[tuple[str, Callable[[dict[str, Any]], float]]]:
         ("3  random tokens no worse than PTQ", less("random tokens", "PTQ")),
         ("4  own original better than a larger teacher, KL", less("QAD", "larger teacher")),
         ("4  the same, cross-entropy", less("QAD", "larger teacher", "ce")),
-        ("5  too high a rate ends above PTQ", lambda r: r["rate x 100"]["val_kl_start"] - r["rate x 100"]["val_kl_last"]),
+        (
+            "5  too high a rate ends above PTQ",
+            lambda r: r["rate x 100"]["val_kl_start"] - r["rate x 100"]["val_kl_last"],
+        ),
         ("5  too low a rate recovers less", less("QAD", "rate / 100")),
     ]
 
@@ -190,7 +193,11 @@ def table(seeds: list[dict[str, Any]]) -> list[str]:
 
     lines = [f"{'arm':<16}{'KL prose':>20}{'KL code':>20}{'cross-entropy':>20}   (mean +- sd of {len(seeds)} seeds)"]
     for arm in seeds[0]:
-        columns = [[s[arm]["kl prose"] for s in seeds], [s[arm]["kl code"] for s in seeds], [mean(s[arm], "ce") for s in seeds]]
+        columns = [
+            [s[arm]["kl prose"] for s in seeds],
+            [s[arm]["kl code"] for s in seeds],
+            [mean(s[arm], "ce") for s in seeds],
+        ]
         lines.append(f"{arm:<16}" + "".join(f"{spread(c):>20}" for c in columns))
     lines += ["", f"{'finding, and the difference that should be negative':<52}{'mean +- sd':>20}  seeds with the sign"]
     for name, difference in findings():
@@ -210,7 +217,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     seeds = [
-        run_seed(Place(args.out / f"seed-{seed}", seed, args.steps), args.teacher_steps, lambda line: print(line, flush=True))
+        run_seed(
+            Place(args.out / f"seed-{seed}", seed, args.steps), args.teacher_steps, lambda line: print(line, flush=True)
+        )
         for seed in range(args.seeds)
     ]
     lines = table(seeds)

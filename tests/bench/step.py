@@ -1,6 +1,7 @@
 """`make bench`: a QAD step against a plain distillation step of the same model, interleaved, the ratio of one run.
 
-Plain: the same teacher, loss, clip and AdamW on FP32 weights that are trained as they are; nothing is quantized.
+Plain: the same teacher, loss, clip and AdamW on FP32 masters, which in BF16 are rounded into the model after each step;
+nothing is quantized.
 
     python tests/bench/step.py models/SmolLM2-135M-Instruct
 """
@@ -32,23 +33,52 @@ class Stepper:
     def __init__(self, job: Job, model: Any, student: Student | None) -> None:
         config = job.recipe.train
         teacher = load_model(job.teacher, job.dtype, job.device)
-        self.student, self.config, self.windows = student, config, job.train_windows()
-        self.weights = student.masters if student else dict(model.named_parameters())
-        for weight in self.weights.values():
-            weight.requires_grad_()
+        self.student, self.config, self.windows, self.device = student, config, job.train_windows(), job.device
+        self.parameters = {} if student else dict(model.named_parameters())
+        for parameter in self.parameters.values():
+            parameter.requires_grad_()
+        # FP32 parameters are their own masters.
+        self.masters = student.masters if student else {
+            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+            for name, parameter in self.parameters.items()
+        }  # fmt: skip
         self.objective = Objective(model, teacher, config, "qad", job.shared_ids)
-        self.optimizer = make_optimizer(config, self.weights)
+        self.optimizer = make_optimizer(config, self.masters)
 
     def seconds(self, step: int) -> float:
+        self._finish()
         started = time.perf_counter()
         index = self.windows.indices(step, self.config.batch_size, 0)
         (self.objective.loss(self.windows, index) / self.config.tokens_per_step).backward()
-        torch.nn.utils.clip_grad_norm_(list(self.weights.values()), self.config.clip)
+        copies = [(m, self.parameters[n]) for n, m in self.masters.items() if self.parameters.get(n, m) is not m]
+        for master, parameter in copies:
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.student:
             self.student.deploy()
+        with torch.no_grad():
+            for master, parameter in copies:
+                parameter.copy_(master)
+        self._finish()
         return time.perf_counter() - started
+
+    def _finish(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def step_ratios(job: Job, ptq: Path, steps: int) -> list[float]:
+    """Seconds of a QAD step over those of a plain one, interleaved pairs; of `steps` steps the first two compile and warm up."""
+    model = load_model(job.source, job.dtype, job.device)
+    sides = [
+        Stepper(job, model, Student(open_arm(ptq), model)),
+        Stepper(job, load_model(job.source, job.dtype, job.device), None),
+    ]
+    with compilation(True):
+        pairs = [[side.seconds(step) for side in sides] for step in range(1, steps + 1)]
+    return [qad / plain for qad, plain in pairs[2:]]
 
 
 def main() -> None:
@@ -65,20 +95,7 @@ def main() -> None:
     }, "bench"))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         ptq_arm(job, Path(folder) / "ptq")
-        model = load_model(job.source, job.dtype, job.device)
-        student = Student(open_arm(Path(folder) / "ptq"), model)
-        sides = {
-            "QAD": Stepper(job, model, student),
-            "plain": Stepper(job, load_model(job.source, job.dtype, job.device), None),
-        }
-        with compilation(True):
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            for step in range(1, args.steps + 3):
-                for name, side in sides.items():
-                    seconds = side.seconds(step)
-                    if step > 2:  # the first two compile and warm up
-                        times[name].append(seconds)
-    ratios = [q / p for q, p in zip(times["QAD"], times["plain"], strict=True)]
+        ratios = step_ratios(job, Path(folder) / "ptq", args.steps + 2)
     print(f"step of {batch * 256} tokens in {job.dtype}: QAD / plain distillation {statistics.median(ratios):.2f}x "
           f"(range {min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} interleaved pairs)")  # fmt: skip
 

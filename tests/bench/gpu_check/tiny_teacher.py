@@ -11,6 +11,7 @@ import math
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,9 @@ def domains(files: int) -> tuple[list[str], list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 prose[ast.get_docstring(node) or ""] = None
-                undocumented = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+                undocumented = [
+                    n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+                ]
                 node.body = undocumented or [ast.Pass()]
         code |= {ast.unparse(n): None for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     return [t for t in prose if len(t) >= _MINIMUM], [t for t in code if len(t) >= _MINIMUM]
@@ -73,6 +76,18 @@ def make_tokenizer(folder: Path, texts: Sequence[str], vocabulary: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def new_llama(size: Size, seed: int = 0) -> Any:
+    """An untrained LlamaForCausalLM, FP32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2, intermediate_size=size.intermediate, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ))  # fmt: skip
+
+
 def train_teacher(
     folder: Path,
     texts: Sequence[str],
@@ -87,18 +102,13 @@ def train_teacher(
 ) -> float:
     """Train on the train split of `texts` and save the model in BF16 beside the tokenizer that `folder` holds already, or a new
     one. Returns the mean cross-entropy of the last tenth of the steps, nats per token."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     own = [text for text in texts if split_of(Document.of(text)) == "train"]
     if not (folder / "tokenizer.json").is_file():
         make_tokenizer(folder, own, size.vocabulary)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2, intermediate_size=size.intermediate, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )).to(device)  # fmt: skip
+    model = new_llama(size, seed).to(device)
     windows_ST = _stream(tokenizer, own, seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
@@ -107,7 +117,7 @@ def train_teacher(
         rate = min(1.0, (step + 1) / 20) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
         optimizer.param_groups[0]["lr"] = lr * rate
         ids_BT = windows_ST[torch.randint(len(windows_ST), (batch,), generator=generator)].to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss = model(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,10 +130,10 @@ def train_teacher(
     return float(torch.stack(losses[-max(1, steps // 10) :]).mean())
 
 
-def _stream(tokenizer: object, texts: Sequence[str], seq_len: int) -> Tensor:
+def _stream(tokenizer: Any, texts: Sequence[str], seq_len: int) -> Tensor:
     """The texts end to end, each behind EOS, cut into windows [S, T]."""
     ids: list[int] = []
-    for encoded in tokenizer([EOS + text for text in texts], verbose=False)["input_ids"]:  # type: ignore[operator]
+    for encoded in tokenizer([EOS + text for text in texts], verbose=False)["input_ids"]:
         ids += encoded
     usable = len(ids) // seq_len * seq_len
     return torch.tensor(ids[:usable]).view(-1, seq_len)

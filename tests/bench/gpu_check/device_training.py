@@ -1,0 +1,130 @@
+"""A distillation by the product's own trainer on a device: what it recovers, and what a step costs beside a plain one.
+
+Everything is made here: text of the standard library, a tokenizer, the BF16 original, its PTQ and QAD arms, the exported folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_teacher import Size, domains, make_tokenizer, new_llama, train_teacher
+
+from qad.arm import open_arm
+from qad.compiled import compilation
+from qad.config import parse_recipe
+from qad.loader import load_model
+from qad.stages import Job, prepare, ptq_arm, trained_arm
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the comparison of steps that `make bench` prints is
+from step import step_ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """size, teacher_*: the original and its training. steps, batch, seq_len: the distillation. large: of an untrained model
+    for the cost of a step, None for the trained one. files: modules of the standard library that are read."""
+
+    size: Size
+    teacher_steps: int
+    teacher_batch: int
+    steps: int
+    batch: int
+    seq_len: int
+    large: Size | None
+    files: int
+    dtype: str = "auto"
+
+
+GPU = Plan(Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, Size(4096, 2048, 12, 16, 6144), 10**6)
+CPU = Plan(Size(512, 64, 2, 4, 128), 30, 8, 12, 4, 32, None, 12, "float32")
+
+
+def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Facts of one distillation. Raises QadError where anything of it fails."""
+    started = time.monotonic()
+    texts = [text for domain in domains(plan.files) for text in domain]
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    original = folder / "original"
+    original.mkdir()
+    loss = train_teacher(original, texts, plan.size, plan.teacher_steps, plan.teacher_batch, plan.seq_len,
+                         1e-3 if device == "cuda" else 4e-3, device=device, say=say)  # fmt: skip
+    trained_s = time.monotonic() - started
+    job = _job(plan, original, text)
+    ptq, qad = folder / "ptq", folder / "qad"
+    ptq_arm(job, ptq)
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what did not learn shows in the numbers
+        trained_arm(job, "qad", ptq, qad, folder / "metrics.jsonl")
+    qad_s = time.monotonic() - started
+    found = open_arm(qad).facts["training"]
+    rates = [json.loads(line)["tokens_per_s"] for line in (folder / "metrics.jsonl").read_text().splitlines()[3:]]
+    return {
+        "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
+        "dtype": job.dtype, "teacher_cross_entropy": loss, "teacher_seconds": trained_s,
+        "steps": job.recipe.train.steps, "tokens": job.recipe.train.tokens_used, "qad_seconds": qad_s,
+        "tokens_per_s": statistics.median(rates), "kl_ptq": found["val_kl_start"], "kl_qad": found["val_kl_best"],
+        "kl_share": found["val_kl_best"] / found["val_kl_start"], "best_step": found["best_step"],
+        "exported_and_reloaded_equal": _exported_equal(job, qad, folder / "export"),
+        "step": _step_cost(plan, job, ptq, folder),
+    }  # fmt: skip
+
+
+def _job(plan: Plan, model: Path, text: Path, **train: Any) -> Job:
+    length, batch = plan.seq_len, plan.batch
+    return prepare(parse_recipe({
+        "model": str(model), "dtype": plan.dtype, "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
+        "train": {
+            "data": str(text), "tokens": plan.steps * batch * length, "seq_len": length, "batch_size": batch, "lr": 3e-4,
+            "schedule": "linear", "warmup_steps": plan.steps // 10, "validate_every": max(1, plan.steps // 4),
+            "save_every": plan.steps, "validation_tokens": 64 * length, "epochs": max(1, plan.steps // 40), **train,
+        },
+    }, "gpu-check"))  # fmt: skip
+
+
+def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
+    """Logits of the exported folder, loaded again on the device, against the student's: equal to the bit?"""
+    from export.writer import export_arm
+    from qad import hf  # noqa: F401 (opens the exported folder)
+    from qad.source import open_checkpoint
+    from qad.student import Student
+
+    export_arm(arm, out)
+    student = Student(open_arm(arm), load_model(job.source, job.dtype, job.device)).model
+    reloaded = load_model(open_checkpoint(out), job.dtype, job.device)
+    ids_BT = job.validation_windows().input_ids_ST[:2].to(job.device)
+    with torch.no_grad(), compilation(True):
+        return torch.equal(student(input_ids=ids_BT).logits, reloaded(input_ids=ids_BT).logits)
+
+
+def _step_cost(plan: Plan, job: Job, ptq: Path, folder: Path) -> dict[str, Any]:
+    """QAD step over plain distillation step of the same model, interleaved pairs."""
+    if plan.large is not None:
+        model = folder / "large"
+        model.mkdir()
+        text = folder / "text.jsonl"
+        make_tokenizer(
+            model, [json.loads(line)["text"] for line in text.read_text().splitlines()], plan.large.vocabulary
+        )
+        new_llama(plan.large).to(torch.bfloat16).save_pretrained(model)  # untrained: a step costs the same
+        job, ptq = (
+            _job(plan, model, text, tokens=8 * plan.batch * plan.seq_len, warmup_steps=0, epochs=1),
+            folder / "large-ptq",
+        )
+        ptq_arm(job, ptq)
+    ratios = step_ratios(job, ptq, 8)
+    return {
+        "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
+        "tokens": job.recipe.train.tokens_per_step, "ratio": statistics.median(ratios), "ratios": ratios,
+    }  # fmt: skip
