@@ -1,9 +1,9 @@
 """Do the method's findings show on a small model? Signs only, over several seeds (arXiv 2601.20088, sections 3 and 4).
 
-For every seed a tiny Llama is trained on two domains, the documentation and the code of the standard library, and becomes the
-BF16 original; a larger one of the same tokenizer is trained beside it. Both are far smaller than any model the findings are
-about. Every arm is then made by the product's trainer, from one calibration, and judged on test text of both domains by KL
-from the original and by cross-entropy.
+A tiny Llama is trained on two domains, the documentation and the code of the standard library, and becomes the BF16 original; a
+larger one of the same tokenizer is trained beside it. Both are far smaller than any model the findings are about. For every
+seed (order of the text, calibration, what the teacher writes) the arms are made by the product's trainer and judged on test
+text of both domains by KL from the original and by cross-entropy. What varies with another original is not measured.
 
     python tests/bench/method_findings.py --out FOLDER --seeds 3
 
@@ -32,7 +32,7 @@ from gpu_check.tiny_teacher import Size, domains, train_teacher
 from qad.arm import Arm, open_arm
 from qad.config import parse_recipe
 from qad.data_config import Data
-from qad.loader import load_model
+from qad.loader import default_device, load_model
 from qad.objective import Objective
 from qad.packing import Windows, pack
 from qad.sources import Need, Reader
@@ -46,19 +46,20 @@ RATE = 3e-4
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Files of one seed."""
+    """Files of one seed, and of the originals that all share."""
 
     folder: Path
+    originals: Path
     seed: int
     steps: int
 
     def blend(self, *domains: str) -> list[dict[str, Any]]:
-        return [{"source": "jsonl", "path": str(self.folder / f"{d}.jsonl")} for d in domains or ("prose", "code")]
+        return [{"source": "jsonl", "path": str(self.originals / f"{d}.jsonl")} for d in domains or ("prose", "code")]
 
     def job(self, text: str, **train: Any) -> Job:
         both = self.blend()
         recipe = parse_recipe({
-            "model": str(self.folder / "small"), "seed": self.seed, "dtype": "float32",
+            "model": str(self.originals / "small"), "seed": self.seed, "dtype": "float32",
             "calibrate": {"data": both, "samples": 64, "seq_len": SEQ_LEN},
             "train": {
                 "data": both, "validation_data": both, "tokens": self.steps * BATCH * SEQ_LEN, "seq_len": SEQ_LEN,
@@ -81,30 +82,29 @@ def arms(place: Place) -> dict[str, dict[str, Any]]:
         "from prompts": {"data": [{**prompts, "prompts": source} for source in place.blend()]},
         "from BOS": {"data": [prompts]},
         "random tokens": {"data": [{"source": "random", "length": 96}]},
-        "larger teacher": {"teacher": str(place.folder / "large")},
+        "larger teacher": {"teacher": str(place.originals / "large")},
         "rate / 100": {"lr": RATE / 100},
         "rate x 100": {"lr": RATE * 100},
     }
 
 
-def originals(place: Place, teacher_steps: int, say: Callable[[str], None]) -> None:
-    """The two BF16 models and the text, once."""
-    if (place.folder / "large" / "model.safetensors").is_file():
-        return
-    place.folder.mkdir(parents=True, exist_ok=True)
+def make_originals(folder: Path, steps: int, say: Callable[[str], None]) -> None:
+    """The text of two domains and the two BF16 models, once."""
     texts = dict(zip(("prose", "code"), domains(files=80), strict=True))
     for name, held in texts.items():
         lines = [json.dumps({"text": text[:2000]}) + "\n" for text in held]
-        (place.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     every = [text[:2000] for held in texts.values() for text in held]
     for name, size in (("small", SMALL), ("large", LARGE)):
-        folder = place.folder / name
-        folder.mkdir(exist_ok=True)
+        model = folder / name
+        if (model / "model.safetensors").is_file():
+            continue
+        model.mkdir(parents=True, exist_ok=True)
         if name == "large":
-            for file in (place.folder / "small").glob("tokenizer*"):
-                shutil.copyfile(file, folder / file.name)
-        loss = train_teacher(folder, every, size, teacher_steps, 16, SEQ_LEN, seed=place.seed)
-        say(f"seed {place.seed}: {name} original, training cross-entropy {loss:.3f}")
+            for file in (folder / "small").glob("tokenizer*"):
+                shutil.copyfile(file, model / file.name)
+        loss = train_teacher(model, every, size, steps, 16, SEQ_LEN, device=default_device())
+        say(f"{name} original: cross-entropy {loss:.3f} at the end of its training")
 
 
 def judge(job: Job, arm: Arm | None, tests: dict[str, Windows]) -> dict[str, float]:
@@ -122,11 +122,11 @@ def judge(job: Job, arm: Arm | None, tests: dict[str, Windows]) -> dict[str, flo
     return found
 
 
-def run_seed(place: Place, teacher_steps: int, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def run_seed(place: Place, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Arm -> its measures."""
     file = place.folder / "results.json"
     results: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.is_file() else {}
-    originals(place, teacher_steps, say)
+    place.folder.mkdir(parents=True, exist_ok=True)
     job = place.job("none")
     ptq = place.folder / "ptq"
     ptq_arm(job, ptq)
@@ -216,12 +216,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="of 512 tokens, for every arm (default: 80)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [
-        run_seed(
-            Place(args.out / f"seed-{seed}", seed, args.steps), args.teacher_steps, lambda line: print(line, flush=True)
-        )
-        for seed in range(args.seeds)
-    ]
+    originals = args.out / "originals"
+    originals.mkdir(parents=True, exist_ok=True)
+    make_originals(originals, args.teacher_steps, lambda line: print(line, flush=True))
+    places = [Place(args.out / f"seed-{seed}", originals, seed, args.steps) for seed in range(args.seeds)]
+    seeds = [run_seed(place, lambda line: print(line, flush=True)) for place in places]
     lines = table(seeds)
     (args.out / "results.json").write_text(json.dumps(seeds, indent=1))
     print("\n".join(lines))

@@ -79,7 +79,7 @@ def train(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bo
         f"trained in {found['teacher_seconds']:.0f} s",
         f"QAD: {found['steps']} steps, {found['tokens']:,} tokens in {found['dtype']}, {found['qad_seconds']:.0f} s, "
         f"{found['tokens_per_s']:,.0f} tokens/s",
-        f"validation KL: PTQ {found['kl_ptq']:.4f} -> QAD {found['kl_qad']:.4f}, {found['kl_share']:.1%} of PTQ's "
+        f"validation KL: PTQ {found['kl_ptq']:.3g} -> QAD {found['kl_qad']:.3g}, {found['kl_share']:.1%} of PTQ's "
         f"(step {found['best_step']})",
         f"student and reloaded export: logits {'equal to the bit' if same else 'DIFFER'}",
         f"step of {step['tokens']:,} tokens, {step['parameters'] / 1e6:.1f} M parameters: QAD / plain distillation "
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--eager", action="store_true", help="compile nothing: for machines without a compiler")
     parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT", "gpu-check")), help="folder of the JSON files"
+        "--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu-check")), help="folder of the JSON files"
     )
     args = parser.parse_args(arguments)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

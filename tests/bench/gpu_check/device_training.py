@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,22 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_teacher import Size, domains, make_tokenizer, new_llama, train_teacher
+from step_cost import step_ratios
+from tiny_teacher import Size, domains, new_llama, train_teacher
 
 from qad.arm import open_arm
 from qad.compiled import compilation
 from qad.config import parse_recipe
-from qad.loader import load_model
+from qad.loader import DTYPES, load_model
 from qad.stages import Job, prepare, ptq_arm, trained_arm
-
-sys.path.append(str(Path(__file__).parents[1]))  # where the comparison of steps that `make bench` prints is
-from step import step_ratios
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """size, teacher_*: the original and its training. steps, batch, seq_len: the distillation. large: of an untrained model
-    for the cost of a step, None for the trained one. files: modules of the standard library that are read."""
+    """size, teacher_*: the original and its training. steps, batch, seq_len: the distillation. large: of the untrained model
+    that shows the cost of a step. files: modules of the standard library that are read."""
 
     size: Size
     teacher_steps: int
@@ -40,13 +38,13 @@ class Plan:
     steps: int
     batch: int
     seq_len: int
-    large: Size | None
+    large: Size
     files: int
     dtype: str = "auto"
 
 
 GPU = Plan(Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, Size(4096, 2048, 12, 16, 6144), 10**6)
-CPU = Plan(Size(512, 64, 2, 4, 128), 30, 8, 12, 4, 32, None, 12, "float32")
+CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, Size(512, 96, 1, 4, 192), 12, "float32")
 
 
 def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -95,14 +93,15 @@ def _job(plan: Plan, model: Path, text: Path, **train: Any) -> Job:
 
 def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
     """Logits of the exported folder, loaded again on the device, against the student's: equal to the bit?"""
+    from transformers import AutoModelForCausalLM
+
+    import qad.hf  # noqa: F401 (opens the exported folder)
     from export.writer import export_arm
-    from qad import hf  # noqa: F401 (opens the exported folder)
-    from qad.source import open_checkpoint
     from qad.student import Student
 
     export_arm(arm, out)
     student = Student(open_arm(arm), load_model(job.source, job.dtype, job.device)).model
-    reloaded = load_model(open_checkpoint(out), job.dtype, job.device)
+    reloaded = AutoModelForCausalLM.from_pretrained(out, dtype=DTYPES[job.dtype]).to(job.device).eval()
     ids_BT = job.validation_windows().input_ids_ST[:2].to(job.device)
     with torch.no_grad(), compilation(True):
         return torch.equal(student(input_ids=ids_BT).logits, reloaded(input_ids=ids_BT).logits)
@@ -110,19 +109,15 @@ def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
 
 def _step_cost(plan: Plan, job: Job, ptq: Path, folder: Path) -> dict[str, Any]:
     """QAD step over plain distillation step of the same model, interleaved pairs."""
-    if plan.large is not None:
-        model = folder / "large"
-        model.mkdir()
-        text = folder / "text.jsonl"
-        make_tokenizer(
-            model, [json.loads(line)["text"] for line in text.read_text().splitlines()], plan.large.vocabulary
-        )
-        new_llama(plan.large).to(torch.bfloat16).save_pretrained(model)  # untrained: a step costs the same
-        job, ptq = (
-            _job(plan, model, text, tokens=8 * plan.batch * plan.seq_len, warmup_steps=0, epochs=1),
-            folder / "large-ptq",
-        )
-        ptq_arm(job, ptq)
+    model, original = folder / "large", folder / "original"
+    model.mkdir()
+    for file in original.glob("tokenizer*"):
+        shutil.copyfile(file, model / file.name)
+    new_llama(plan.large).to(torch.bfloat16).save_pretrained(model)  # untrained: a step costs the same
+    tokens = 8 * plan.batch * plan.seq_len
+    job = _job(plan, model, folder / "text.jsonl", tokens=tokens, warmup_steps=0, epochs=1)
+    ptq = folder / "large-ptq"
+    ptq_arm(job, ptq)
     ratios = step_ratios(job, ptq, 8)
     return {
         "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
