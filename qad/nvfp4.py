@@ -260,7 +260,7 @@ def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
 def _fake_quantize_activation_blocks(x_B16: Tensor, input_scale: Tensor) -> Tensor:
     dtype = x_B16.dtype
     x_B16 = x_B16.float()
-    encode_scale = 1.0 / input_scale
+    encode_scale = _one_over(input_scale)
     block_amax = x_B16.abs().amax(dim=-1, keepdim=True)
     # The amax is not negative, so vLLM's lower clamp at -448 is moot.
     scale = round_to_e4m3((encode_scale * (block_amax * _ONE_SIXTH)).clamp(max=E4M3_MAX))
@@ -271,7 +271,12 @@ def _fake_quantize_activation_blocks(x_B16: Tensor, input_scale: Tensor) -> Tens
 
 def _reciprocal(x: Tensor) -> Tensor:
     """vLLM's safe reciprocal: a zero divisor counts as 1e8. The value it scales is then multiplied by zero."""
-    return 1.0 / (x + (x == 0) * 1e8)
+    return _one_over(x + (x == 0) * 1e8)
+
+
+def _one_over(x: Tensor) -> Tensor:
+    """1 / x as a division of FP32 tensors: what `1.0 / x` compiles to on CUDA before torch 2.13 is not the nearest."""
+    return torch.ones_like(x) / x
 
 
 def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from qad.student import Student
 
 SMALL, LARGE = Size(512, 96, 2, 4, 256), Size(512, 160, 3, 4, 448)
 SEQ_LEN, BATCH = 64, 8
-RATE = 3e-4
+RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,8 @@ def arms(place: Place) -> dict[str, dict[str, Any]]:
 
 def make_originals(folder: Path, steps: int, say: Callable[[str], None]) -> None:
     """The text of two domains and the two BF16 models, once."""
+    if (folder / "large" / "model.safetensors").is_file():
+        return
     texts = dict(zip(("prose", "code"), domains(files=80), strict=True))
     for name, held in texts.items():
         lines = [json.dumps({"text": text[:2000]}) + "\n" for text in held]
