@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test lint bench vllm-env clean
+.PHONY: setup demo test lint bench gpu-check vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -42,6 +42,11 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/step.py $(MODEL)
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
+
+# Bits, bandwidth and a distillation on a GPU; on a machine without one the same in small. Exit 1 where a bit differs.
+gpu-check: setup
+	$(BIN)/python tests/bench/gpu_check --part bits
+	$(BIN)/python tests/bench/gpu_check --part train
 
 # Not yet run to its end. Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.

@@ -41,7 +41,7 @@ from qad.student import Student
 
 SMALL, LARGE = Size(512, 96, 2, 4, 256), Size(512, 160, 3, 4, 448)
 SEQ_LEN, BATCH = 64, 8
-RATE = 1e-3
+RATE = 2e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Place:
             "train": {
                 "data": both, "validation_data": both, "tokens": self.steps * BATCH * SEQ_LEN, "seq_len": SEQ_LEN,
                 "batch_size": BATCH, "lr": RATE, "schedule": "linear", "warmup_steps": self.steps // 10,
-                "validate_every": max(1, self.steps // 4), "save_every": self.steps, "validation_tokens": 4096, **train,
+                "validate_every": max(1, self.steps // 3), "save_every": self.steps, "validation_tokens": 4096, **train,
             },
         }, "bench")  # fmt: skip
         return prepare(recipe, text_folder=self.folder / "text" / text)
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for models, arms and results.json")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--teacher-steps", type=int, default=300, help="of 1,024 tokens (default: 300)")
-    parser.add_argument("--steps", type=int, default=80, help="of 512 tokens, for every arm (default: 80)")
+    parser.add_argument("--steps", type=int, default=60, help="of 512 tokens, for every arm (default: 60)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     originals = args.out / "originals"

@@ -43,8 +43,7 @@ def test_both_parts_run_on_a_cpu(script: ModuleType, tmp_path: Path, capsys: pyt
     assert {row["dtype"] for row in bits["speed"]} == {"float32", "bfloat16"}
     training = train["training"]
     assert training["exported_and_reloaded_equal"]
-    assert 0 < training["kl_qad"] < training["kl_ptq"]
-    assert training["best_step"] > 0
+    assert all(0 < q["kl_qad"] <= q["kl_ptq"] for q in training["qad"])
     assert len(training["step"]["ratios"]) == 6
     printed = capsys.readouterr().out
     assert "bits: every bit the same" in printed

@@ -77,10 +77,13 @@ def train(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bo
     lines = [
         f"original: Llama of {found['parameters'] / 1e6:.1f} M parameters, cross-entropy {found['teacher_cross_entropy']:.3f}, "
         f"trained in {found['teacher_seconds']:.0f} s",
-        f"QAD: {found['steps']} steps, {found['tokens']:,} tokens in {found['dtype']}, {found['qad_seconds']:.0f} s, "
-        f"{found['tokens_per_s']:,.0f} tokens/s",
-        f"validation KL: PTQ {found['kl_ptq']:.3g} -> QAD {found['kl_qad']:.3g}, {found['kl_share']:.1%} of PTQ's "
-        f"(step {found['best_step']})",
+        f"QAD: {found['steps']} steps, {found['tokens']:,} tokens in {found['dtype']}",
+        f"{'learning rate':>15}{'KL of PTQ':>12}{'of QAD':>12}{'of PTQ':>10}{'step':>7}{'tokens/s':>12}{'seconds':>9}",
+        *(
+            f"{q['rate']:>15g}{q['kl_ptq']:>12.3g}{q['kl_qad']:>12.3g}{q['kl_qad'] / q['kl_ptq']:>10.1%}{q['best_step']:>7}"
+            f"{q['tokens_per_s']:>12,.0f}{q['seconds']:>9.0f}"
+            for q in found["qad"]
+        ),
         f"student and reloaded export: logits {'equal to the bit' if same else 'DIFFER'}",
         f"step of {step['tokens']:,} tokens, {step['parameters'] / 1e6:.1f} M parameters: QAD / plain distillation "
         f"{step['ratio']:.2f}x ({min(step['ratios']):.2f}-{max(step['ratios']):.2f}, {len(step['ratios'])} pairs)",

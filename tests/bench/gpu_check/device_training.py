@@ -29,8 +29,8 @@ from qad.stages import Job, prepare, ptq_arm, trained_arm
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """size, teacher_*: the original and its training. steps, batch, seq_len: the distillation. large: of the untrained model
-    that shows the cost of a step. files: modules of the standard library that are read."""
+    """size, teacher_*: the original and its training. steps, batch, seq_len, rates: the distillations, one a learning
+    rate. large: of the untrained model that shows the cost of a step. files: modules of the standard library that are read."""
 
     size: Size
     teacher_steps: int
@@ -38,13 +38,16 @@ class Plan:
     steps: int
     batch: int
     seq_len: int
+    rates: tuple[float, ...]
     large: Size
     files: int
     dtype: str = "auto"
 
 
-GPU = Plan(Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, Size(4096, 2048, 12, 16, 6144), 10**6)
-CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, Size(512, 96, 1, 4, 192), 12, "float32")
+GPU = Plan(
+    Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, (3e-5, 1e-4, 3e-4), Size(4096, 2048, 12, 16, 6144), 10**6
+)
+CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, (2e-5,), Size(512, 96, 1, 4, 192), 12, "float32")
 
 
 def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -58,24 +61,33 @@ def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str],
     loss = train_teacher(original, texts, plan.size, plan.teacher_steps, plan.teacher_batch, plan.seq_len,
                          1e-3 if device == "cuda" else 4e-3, device=device, say=say)  # fmt: skip
     trained_s = time.monotonic() - started
-    job = _job(plan, original, text)
-    ptq, qad = folder / "ptq", folder / "qad"
+    job, ptq = _job(plan, original, text), folder / "ptq"
     ptq_arm(job, ptq)
-    started = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what did not learn shows in the numbers
-        trained_arm(job, "qad", ptq, qad, folder / "metrics.jsonl")
-    qad_s = time.monotonic() - started
-    found = open_arm(qad).facts["training"]
-    rates = [json.loads(line)["tokens_per_s"] for line in (folder / "metrics.jsonl").read_text().splitlines()[3:]]
+    distilled = {
+        rate: _distil(_job(plan, original, text, lr=rate), ptq, folder / f"qad-{rate:g}") for rate in plan.rates
+    }
+    best = min(distilled, key=lambda rate: distilled[rate]["kl_qad"])
     return {
         "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
         "dtype": job.dtype, "teacher_cross_entropy": loss, "teacher_seconds": trained_s,
-        "steps": job.recipe.train.steps, "tokens": job.recipe.train.tokens_used, "qad_seconds": qad_s,
-        "tokens_per_s": statistics.median(rates), "kl_ptq": found["val_kl_start"], "kl_qad": found["val_kl_best"],
-        "kl_share": found["val_kl_best"] / found["val_kl_start"], "best_step": found["best_step"],
-        "exported_and_reloaded_equal": _exported_equal(job, qad, folder / "export"),
-        "step": _step_cost(plan, job, ptq, folder),
+        "steps": job.recipe.train.steps, "tokens": job.recipe.train.tokens_used,
+        "qad": [{"rate": rate, **facts} for rate, facts in distilled.items()],
+        "exported_and_reloaded_equal": _exported_equal(job, folder / f"qad-{best:g}", folder / "export"),
+        "step": _step_cost(plan, folder),
+    }  # fmt: skip
+
+
+def _distil(job: Job, ptq: Path, out: Path) -> dict[str, Any]:
+    """One distillation: validation KL of PTQ, of the best checkpoint and its step; seconds, tokens a second (median)."""
+    started, log = time.monotonic(), out.with_name(f"{out.name}.jsonl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what did not learn shows in the numbers
+        trained_arm(job, "qad", ptq, out, log)
+    found = open_arm(out).facts["training"]
+    rates = [json.loads(line)["tokens_per_s"] for line in log.read_text().splitlines()[3:]]  # the first steps compile
+    return {
+        "kl_ptq": found["val_kl_start"], "kl_qad": found["val_kl_best"], "best_step": found["best_step"],
+        "tokens_per_s": statistics.median(rates), "seconds": time.monotonic() - started,
     }  # fmt: skip
 
 
@@ -84,7 +96,7 @@ def _job(plan: Plan, model: Path, text: Path, **train: Any) -> Job:
     return prepare(parse_recipe({
         "model": str(model), "dtype": plan.dtype, "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
         "train": {
-            "data": str(text), "tokens": plan.steps * batch * length, "seq_len": length, "batch_size": batch, "lr": 3e-4,
+            "data": str(text), "tokens": plan.steps * batch * length, "seq_len": length, "batch_size": batch,
             "schedule": "linear", "warmup_steps": plan.steps // 10, "validate_every": max(1, plan.steps // 4),
             "save_every": plan.steps, "validation_tokens": 64 * length, "epochs": max(1, plan.steps // 40), **train,
         },
@@ -107,7 +119,7 @@ def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
         return torch.equal(student(input_ids=ids_BT).logits, reloaded(input_ids=ids_BT).logits)
 
 
-def _step_cost(plan: Plan, job: Job, ptq: Path, folder: Path) -> dict[str, Any]:
+def _step_cost(plan: Plan, folder: Path) -> dict[str, Any]:
     """QAD step over plain distillation step of the same model, interleaved pairs."""
     model, original = folder / "large", folder / "original"
     model.mkdir()
