@@ -41,13 +41,12 @@ class Plan:
     rates: tuple[float, ...]
     large: Size
     files: int
-    dtype: str = "auto"
 
 
 GPU = Plan(
     Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, (3e-5, 1e-4, 3e-4), Size(4096, 2048, 12, 16, 6144), 10**6
 )
-CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, (2e-5,), Size(512, 96, 1, 4, 192), 12, "float32")
+CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, (2e-5,), Size(512, 96, 1, 4, 192), 12)
 
 
 def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def _distil(job: Job, ptq: Path, out: Path) -> dict[str, Any]:
 def _job(plan: Plan, model: Path, text: Path, **train: Any) -> Job:
     length, batch = plan.seq_len, plan.batch
     return prepare(parse_recipe({
-        "model": str(model), "dtype": plan.dtype, "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
+        "model": str(model), "dtype": "bfloat16", "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
         "train": {
             "data": str(text), "tokens": plan.steps * batch * length, "seq_len": length, "batch_size": batch,
             "schedule": "linear", "warmup_steps": plan.steps // 10, "validate_every": max(1, plan.steps // 4),
