@@ -30,6 +30,10 @@ def arm_label(arm: str) -> str:
     return arm.upper() if arm in NAMED_ARMS else arm
 
 
+# Of fields that came after the first records: None is not written, so that older readers read what they can.
+LATER = {"later": True}
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """What computed the numbers. `emulated`: the FP4 arithmetic was simulated, so speed says nothing of Blackwell."""
@@ -114,12 +118,27 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What generated answers looked like, one entry an item, in the items' order.
+
+    tokens: generated, thinking included; None where nobody counted. finish: stop, length (cut off), error (the request failed),
+    "" (not told). loops: the text ends in a repetition. empty: nothing was left to score.
+    """
+
+    tokens: list[int | None]
+    thinking_tokens: list[int | None]
+    finish: list[str]
+    loops: list[bool]
+    empty: list[bool]
+
+
+@dataclasses.dataclass(frozen=True)
 class TaskScore:
     """Scores of one task under one filter. `chance`: what guessing scores, None where that has no meaning.
 
     protocol: what else decides a score and has to be equal between arms: generation settings, chat template hash, the
     first token ids of the first prompt. {}: not recorded. n_shot None: not known. Several samples of one question are
-    items of equal hashes.
+    items of equal hashes. outputs: of a task that generates, where they were kept.
     """
 
     task: str
@@ -132,12 +151,16 @@ class TaskScore:
     limit: int | None
     items: list[Item]
     protocol: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: Outputs | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyData:
+    """samples: name of the file of all samples, beside the record."""
+
     KIND: ClassVar[str] = "accuracy"
     tasks: list[TaskScore]
+    samples: str | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +232,8 @@ class Record:
     model        display name of the model
     checkpoint   identity of the measured weights (hash of the folder's files), so no score is credited to another
     settings     everything that must be equal for two records to be comparable
+    control      a second measurement of the arm's own weights, to see how far apart two such measurements are; what was
+                 changed on purpose (batch size, seed, attention kernel). None: an arm's record
     provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
     """
 
@@ -222,6 +247,7 @@ class Record:
     seconds: float
     data: Data
     schema_version: int = SCHEMA_VERSION
+    control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
     def kind(self) -> str:
@@ -230,7 +256,16 @@ class Record:
 
 def to_json(record: Record) -> dict[str, Any]:
     """Plain JSON types; `kind` says which data class `data` is."""
-    return {"kind": record.kind, **dataclasses.asdict(record)}
+    return {"kind": record.kind, **_plain(record)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {f.name: _plain(v) for f, v in fields if not (v is None and f.metadata.get("later"))}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_json(raw: dict[str, Any]) -> Record:

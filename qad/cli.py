@@ -103,8 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
     sub.add_argument("--seq-len", type=int, default=512, help="fidelity: longest sequence, in tokens (default: 512)")
+    sub.add_argument("--tasks", help="accuracy: comma-separated task names (default: the suite smoke)")
+    sub.add_argument("--suite", metavar="NAME", help="accuracy: a shipped suite or a YAML file")
+    sub.add_argument("--suite-data", metavar="DIR", help="accuracy: folder of the suite's data files")
     sub.add_argument(
-        "--tasks", default="qad_agreement,qad_facts,qad_phrases", help="accuracy: comma-separated task names"
+        "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
@@ -271,7 +274,7 @@ def _measure(args: argparse.Namespace) -> int:
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
         "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
-        "accuracy": {"tasks": args.tasks.split(","), "limit": args.limit},
+        "accuracy": _accuracy(args),
         "throughput": {},
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
@@ -279,6 +282,13 @@ def _measure(args: argparse.Namespace) -> int:
                    dtype=args.dtype, seed=args.seed)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
+
+
+def _accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}
+    if args.tasks and args.suite:
+        raise UsageError("--tasks and --suite: give one of them")
+    return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
 
 
 def _compare(args: argparse.Namespace) -> int:

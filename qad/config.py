@@ -162,12 +162,28 @@ class Fidelity(_Strict):
 
 
 class Accuracy(_Strict):
-    """tasks: shipped (qad_*) or any lm-eval task. limit: items per task, for smoke runs. n_shot: None: the task's own."""
+    """tasks: shipped (qad_*) or any lm-eval task; or suite: a shipped one or a YAML file (see harness.suite), with suite_data the
+    folder of its data files. limit: items per task, for smoke runs. n_shot: None: the task's own. think_end: what ends a
+    reasoning model's thinking, such as </think>; a suite's own counts where it has one.
+    """
 
-    tasks: list[str]
+    tasks: list[str] = []
+    suite: str | None = None
+    suite_data: str | None = None
     limit: Positive | None = None
     n_shot: Annotated[int, Field(ge=0)] | None = None
     batch_size: Positive = 16
+    think_end: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Accuracy:
+        if bool(self.tasks) == bool(self.suite):
+            raise ValueError("give either tasks or a suite")
+        if self.suite and self.n_shot is not None:
+            raise ValueError("n_shot is the suite's: set it in its file")
+        if self.suite_data and not self.suite:
+            raise ValueError("suite_data is the folder of a suite's data files: give suite")
+        return self
 
 
 class Throughput(_Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
 from qad.errors import UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
+from qad.scoring import Scoring, finished, score
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader
 from qad.stages import Job
@@ -32,10 +34,8 @@ class Measuring:
         self.job, self.out, self.say = job, out, say
         self.arms = ("bf16", "ptq", *job.recipe.train.methods)
         self._models: dict[str, Any] = {}
-        if job.recipe.measure.accuracy:  # an unknown task name is found before hours are spent
-            from harness.accuracy import require_tasks
-
-            require_tasks(job.recipe.measure.accuracy.tasks)
+        section = job.recipe.measure.accuracy  # an unknown task name is found before hours are spent
+        self._scoring = Scoring.of(section, job.recipe.seed) if section else None
 
     def memory(self) -> None:
         from harness.engines.transformers import FILES
@@ -69,17 +69,19 @@ class Measuring:
             self._write(arm, settings, self._load(arm).engine, measured[arm], started)
 
     def accuracy(self) -> None:
-        section = self.job.recipe.measure.accuracy
-        if section is None:
+        scoring = self._scoring
+        if scoring is None:
             return
-        settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed, "dtype": self.job.dtype}
+        settings = {**scoring.settings, "dtype": self.job.dtype}
         for arm in self.arms:
             if self._missing("accuracy", arm, settings):
-                self.say(f"   {arm}: {', '.join(section.tasks)}")
+                self.say(f"   {arm}: {scoring.label}")
                 started = time.monotonic()
                 loaded = self._load(arm)
-                data = score(loaded.model, self.job.tokenizer, section, self.job.recipe.seed)
+                path = self._path("accuracy", arm)
+                data = score_loaded(loaded, scoring, self._identity(arm), path)
                 self._write(arm, settings, loaded.engine, data, started)
+                finished(path)
 
     def throughput(self) -> None:
         """All arms interleaved, so that a drift of the machine's speed hits them alike."""
@@ -163,9 +165,10 @@ def measure_folder(
     if section is None:
         data = measure_memory(folder)
     elif isinstance(section, Accuracy):
+        scoring = Scoring.of(section, seed)
         loaded = load(folder, dtype, device)
-        engine, settings = loaded.engine, {**section.model_dump(mode="json"), "seed": seed, "dtype": dtype}
-        data = score(loaded.model, loaded.tokenizer, section, seed)
+        engine, settings = loaded.engine, {**scoring.settings, "dtype": dtype}
+        data = score_loaded(loaded, scoring, folder_identity(source), out)
     elif isinstance(section, Throughput):
         from harness.throughput import measure_throughput
 
@@ -188,6 +191,7 @@ def measure_folder(
         models = {arm: loaded.model}
         data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
     write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started)
+    finished(out)
 
 
 def folder_identity(source: Checkpoint) -> str:
@@ -215,20 +219,13 @@ def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str,
     }
 
 
-def score(model: Any, tokenizer: Any, section: Accuracy, seed: int) -> Any:
-    """Accuracy through lm-eval, with a progress bar over its requests."""
-    from harness.accuracy import measure_accuracy
+def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> Data:
+    """Accuracy of a model in this process."""
+    from harness.backends import InMemory
 
-    with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return measure_accuracy(
-            model, tokenizer, section.tasks, limit=section.limit, n_shot=section.n_shot,
-            batch_size=section.batch_size, seed=seed, progress=progress,
-        )  # fmt: skip
+    backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
+    identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}
+    return score(backend, scoring, identity, record)
 
 
 def write_record(
