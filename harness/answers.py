@@ -11,12 +11,13 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from qad.artifact import digest_of
 from qad.errors import StorageError
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
+SERVER = "server"  # the engine's name where requests went to one
 
 # A text that ends in one unit, said at least so often over at least so many characters, is a loop.
 _TIMES, _CHARACTERS, _LONGEST_UNIT = 4, 120, 400
@@ -76,7 +77,8 @@ class Journal:
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
         self._identity = digest_of(dict(identity))
         self._found: dict[str, Any] = dict(_lines(path)) if path is not None and path.is_file() else {}
-        self._path, self._file = path, None
+        self._path = path
+        self._file: TextIO | None = None
 
     def key(self, kind: str, request: Any) -> str:
         """Of one request, plain JSON, of a kind (generate_until, loglikelihood, ...)."""

@@ -1,4 +1,4 @@
-"""Stands between lm-eval and one of its back-ends: answers what is known already, asks for the rest, keeps each answer as it comes.
+"""Stands between lm-eval and one of its back-ends: answers what is known, asks for the rest, keeps each answer as it comes.
 
 lm-eval tells its response cache of every answer (`cache_hook.add_partial`); that is where answers are taken from. A back-end of
 this tool also leaves the whole `Answer` (tokens, finish reason, thinking) in `said` before it does; what is scored is cut

@@ -1,4 +1,4 @@
-"""lm-eval's back-end for a transformers model in this process, which also tells tokens, finish reason and thinking of each answer."""
+"""lm-eval's back-end for a transformers model in this process, which also tells tokens, finish reason and thinking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.asking import new_deque, request_seed
 from harness.silence import quiet
 
 
-class InMemory(HFLM):  # type: ignore[misc]
+class InMemory(HFLM):
     """think_end: a reasoning model's: a task's stop strings then do not end a generation, they cut what is scored.
 
     Sampled answers draw from a generator seeded by `seed` and the batch's first prompt; torch's own state is left as it was.

@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
+    sub.add_argument("--noise-floor", action="store_true", help="accuracy, fidelity: the arm's control, which measures the "
+                     "same weights under another batch size, seed and attention kernel")  # fmt: skip
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
 
@@ -118,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
                      help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
                      "Evaluator; baseline first")  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument("--noise-floor", type=Path, nargs="+", default=[], metavar="CONTROL",
+                     help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
     sub.add_argument("--margin", type=float, default=0.01, help="share of a score that may be lost (default: 0.01)")
     _policy(sub)
 
@@ -279,7 +283,7 @@ def _measure(args: argparse.Namespace) -> int:
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
     measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed)  # fmt: skip
+                   dtype=args.dtype, seed=args.seed, noise_floor=args.noise_floor)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
 
@@ -294,7 +298,9 @@ def _accuracy(args: argparse.Namespace) -> dict[str, Any]:
 def _compare(args: argparse.Namespace) -> int:
     from qad.comparing import compare_arms
 
-    artifact, text = compare_arms(args.arms, args.out, margin=args.margin, policy=args.policy)
+    artifact, text = compare_arms(
+        args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor
+    )
     _say(f"{text}\n\ncomparison: {artifact.path}")
     return 0
 

@@ -194,7 +194,10 @@ class Throughput(_Strict):
 
 
 class Measure(_Strict):
+    """noise_floor: measure BF16 and PTQ a second time under another batch size, seed and attention kernel."""
+
     memory: bool = True
+    noise_floor: bool = False
     fidelity: Fidelity | None = None
     accuracy: Accuracy | None = None
     throughput: Throughput | None = None

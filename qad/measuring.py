@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,10 @@ from tqdm import tqdm
 from qad import packing, provenance, text
 from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
+from qad.control import accuracy_again, fidelity_again
 from qad.errors import UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
-from qad.scoring import Scoring, finished, score
+from qad.scoring import Scoring, finished, score_loaded
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader
 from qad.stages import Job
@@ -103,6 +103,38 @@ class Measuring:
         for arm, data in measured.items():
             self._write(arm, settings, self._load(arm).engine, data, started)
 
+    def noise_floor(self) -> None:
+        """BF16 and NVFP4 (the PTQ arm) a second time, under conditions that should not matter."""
+        for arm in ("bf16", "ptq") if self.job.recipe.measure.noise_floor else ():
+            self._accuracy_again(arm)
+            self._fidelity_again(arm)
+
+    def _accuracy_again(self, arm: str) -> None:
+        scoring = self._scoring
+        settings = {**scoring.settings, "dtype": self.job.dtype} if scoring else {}
+        if scoring is None or not self._missing("accuracy", arm, settings, again=True):
+            return
+        self.say(f"   {arm} again: {scoring.label}")
+        path, started = self._path("accuracy", arm, again=True), time.monotonic()
+        found = accuracy_again(self._folder(arm), scoring, self.job.dtype, self.job.device, self._identity(arm), path)
+        self._write(arm, settings, found.engine, found.data, started, found.conditions)
+        finished(path)
+
+    def _fidelity_again(self, arm: str) -> None:
+        section = self.job.recipe.measure.fidelity
+        if section is None:
+            return
+        sequences, settings = test_sequences(
+            section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
+        )
+        settings["dtype"] = self.job.dtype
+        if self._missing("fidelity", arm, settings, again=True):
+            started = time.monotonic()
+            found = fidelity_again(
+                self._load(arm).model, self._folder(arm), sequences, section.data.name, self.job.dtype, self.job.device
+            )
+            self._write(arm, settings, found.engine, found.data, started, found.conditions)
+
     # --- folders and records ---
 
     def _folder(self, arm: str) -> Path:
@@ -118,13 +150,13 @@ class Measuring:
             self._models[arm] = load(self._folder(arm), self.job.dtype, self.job.device)
         return self._models[arm]
 
-    def _path(self, kind: str, arm: str) -> Path:
-        return self.out / "measure" / arm / f"{kind}.json"
+    def _path(self, kind: str, arm: str, again: bool = False) -> Path:
+        return self.out / "measure" / (f"{arm}-again" if again else arm) / f"{kind}.json"
 
-    def _missing(self, kind: str, arm: str, settings: dict[str, Any]) -> bool:
+    def _missing(self, kind: str, arm: str, settings: dict[str, Any], again: bool = False) -> bool:
         from harness import records
 
-        path = self._path(kind, arm)
+        path = self._path(kind, arm, again)
         if not path.is_file():
             return True
         try:
@@ -133,9 +165,13 @@ class Measuring:
             return True
         return found.checkpoint != self._identity(arm) or found.settings != settings
 
-    def _write(self, arm: str, settings: dict[str, Any], engine: Engine, data: Data, started: float) -> None:
-        path = self._path(data.KIND, arm)
-        write_record(path, arm, self.job.source.display_name, self._identity(arm), settings, engine, data, started)
+    def _write(
+        self, arm: str, settings: dict[str, Any], engine: Engine, data: Data, started: float,
+        control: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        path = self._path(data.KIND, arm, again=control is not None)
+        name = self.job.source.display_name
+        write_record(path, arm, name, self._identity(arm), settings, engine, data, started, control)
 
 
 def measure_folder(
@@ -148,11 +184,15 @@ def measure_folder(
     teacher: Path | None,
     dtype: str,
     seed: int,
+    noise_floor: bool = False,
 ) -> None:
-    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher.
+    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. noise_floor: the
+    arm's control instead, see `qad.control`.
 
-    Raises UsageError where it has none.
+    Raises UsageError where there is no teacher, or no control of this kind.
     """
+    if noise_floor and not isinstance(section, (Accuracy, Fidelity)):
+        raise UsageError(f"--noise-floor is for accuracy and fidelity: {kind} has none")
     from harness.engines.transformers import FILES, load
     from harness.memory import measure_memory
 
@@ -160,15 +200,19 @@ def measure_folder(
     device = default_device()
     dtype = resolve_dtype(dtype, device)
     settings: dict[str, Any] = {}
-    engine = FILES
+    engine, control = FILES, None
     data: Data
     if section is None:
         data = measure_memory(folder)
     elif isinstance(section, Accuracy):
         scoring = Scoring.of(section, seed)
-        loaded = load(folder, dtype, device)
-        engine, settings = loaded.engine, {**scoring.settings, "dtype": dtype}
-        data = score_loaded(loaded, scoring, folder_identity(source), out)
+        settings = {**scoring.settings, "dtype": dtype}
+        if noise_floor:
+            again = accuracy_again(folder, scoring, dtype, device, folder_identity(source), out)
+            engine, data, control = again.engine, again.data, again.conditions
+        else:
+            loaded = load(folder, dtype, device)
+            engine, data = loaded.engine, score_loaded(loaded, scoring, folder_identity(source), out)
     elif isinstance(section, Throughput):
         from harness.throughput import measure_throughput
 
@@ -188,9 +232,13 @@ def measure_folder(
         settings["dtype"] = dtype
         loaded = load(folder, dtype, device)
         engine = loaded.engine
-        models = {arm: loaded.model}
-        data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
-    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started)
+        if noise_floor:
+            again = fidelity_again(loaded.model, folder, sequences, section.data.name, dtype, device)
+            engine, data, control = again.engine, again.data, again.conditions
+        else:
+            models = {arm: loaded.model}
+            data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
+    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started, control)
     finished(out)
 
 
@@ -219,15 +267,6 @@ def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str,
     }
 
 
-def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> Data:
-    """Accuracy of a model in this process."""
-    from harness.backends import InMemory
-
-    backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
-    identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}
-    return score(backend, scoring, identity, record)
-
-
 def write_record(
     path: Path,
     arm: str,
@@ -237,13 +276,14 @@ def write_record(
     engine: Engine,
     data: Data,
     started: float,
+    control: dict[str, Any] | None = None,
 ) -> None:
-    """Stamp a measurement with its provenance and write it."""
+    """Stamp a measurement with its provenance and write it. control: see `Record`."""
     from harness import records
 
     record = records.Record(
         arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
         provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data,
+        data=data, control=control,
     )  # fmt: skip
     records.write(record, path)

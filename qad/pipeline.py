@@ -77,7 +77,8 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
-        for kind in ("memory", "fidelity", "accuracy", "throughput"):
+        kinds = ["memory", "fidelity", "accuracy", "throughput"] + ["noise_floor"] * recipe.measure.noise_floor
+        for kind in kinds:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
@@ -119,7 +120,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
     from harness.policy import load_policy
     from harness.recovery import compare
-    from qad.comparing import verdict_on
+    from qad.comparing import noise_lines, verdict_on
     from reports.card import recovery_table
     from reports.load import load_records
     from reports.numbers import clean
@@ -133,6 +134,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
             f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
         )
     comparison = compare(records)
+    records = [record for record in records if record.control is None]
     verdict = verdict_on(comparison, rules)
     try:
         paths = render(out, comparison, records, verdict)
@@ -141,7 +143,8 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
         ) from error
-    say(summary_text(comparison, records))
+    for line in (summary_text(comparison, records), *noise_lines(comparison)):
+        say(line)
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")

@@ -104,3 +104,12 @@ def answers_path(record: Path) -> Path:
 def finished(record: Path) -> None:
     """The record is written: what was kept to resume from goes."""
     answers_path(record).unlink(missing_ok=True)
+
+
+def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> AccuracyData:
+    """Accuracy of a model in this process."""
+    from harness.backends import InMemory
+
+    backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
+    identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}
+    return score(backend, scoring, identity, record)
