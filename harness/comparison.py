@@ -82,7 +82,12 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class FidelityRow:
-    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity."""
+    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity.
+
+    by_position, by_entropy, by_domain: KL per token of a stratum. by_layer: relative error of the hidden states. equal_tokens:
+    tokens before greedy decoding first differs, up to those asked for; diverged: share of the prompts on which it does.
+    written_ratio: perplexity of what the teacher wrote, relative to its own. bound: what kl is a bound of; "": exact.
+    """
 
     kl: Estimate
     top1: Estimate
@@ -91,6 +96,14 @@ class FidelityRow:
     token_kl: dict[str, float]
     sequences: int
     tokens: int
+    by_position: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_entropy: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_domain: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_layer: dict[str, float] = dataclasses.field(default_factory=dict)
+    equal_tokens: Estimate | None = None
+    diverged: Estimate | None = None
+    written_ratio: Estimate | None = None
+    bound: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

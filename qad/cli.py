@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
     sub.add_argument("--seq-len", type=int, default=512, help="fidelity: longest sequence, in tokens (default: 512)")
+    sub.add_argument("--per-layer", action="store_true", help="fidelity: the distance of hidden states, layer by layer")
+    sub.add_argument("--new-tokens", type=int, metavar="N", help="fidelity: tokens to write after the beginning of each "
+                     "document, for the first greedy difference and perplexity on the teacher's text")  # fmt: skip
     sub.add_argument("--tasks", help="accuracy: comma-separated task names (default: the suite smoke)")
     sub.add_argument("--suite", metavar="NAME", help="accuracy: a shipped suite or a YAML file")
     sub.add_argument("--suite-data", metavar="DIR", help="accuracy: folder of the suite's data files")
@@ -110,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
         "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
+    sub.add_argument("--server", metavar="URL", help="accuracy: ask an OpenAI server that has loaded HF_DIR")
+    sub.add_argument("--served-model", metavar="NAME", help="accuracy: the server's name of it (default: its only one)")
+    sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="accuracy: the server's context, where it does "
+                     "not tell")  # fmt: skip
     sub.add_argument("--noise-floor", action="store_true", help="accuracy, fidelity: the arm's control, which measures the "
                      "same weights under another batch size, seed and attention kernel")  # fmt: skip
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
@@ -277,15 +284,27 @@ def _measure(args: argparse.Namespace) -> int:
 
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
-        "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
+        "fidelity": {
+            "data": args.data,
+            "tokens": args.tokens,
+            "seq_len": args.seq_len,
+            "per_layer": args.per_layer,
+            "new_tokens": args.new_tokens,
+        },
         "accuracy": _accuracy(args),
         "throughput": {},
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
     measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed, noise_floor=args.noise_floor)  # fmt: skip
+                   dtype=args.dtype, seed=args.seed, noise_floor=args.noise_floor, server=_server(args))  # fmt: skip
     _say(f"record: {args.out}")
     return 0
+
+
+def _server(args: argparse.Namespace) -> Any:
+    from qad.scoring import ServerChoice
+
+    return ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
 
 
 def _accuracy(args: argparse.Namespace) -> dict[str, Any]:

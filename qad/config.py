@@ -154,11 +154,17 @@ class Export(_Strict):
 
 
 class Fidelity(_Strict):
-    """Documents of the test split, each cut at seq_len, until `tokens` are reached."""
+    """Documents of the test split, each cut at seq_len, until `tokens` are reached. per_layer: the distance of hidden states
+    too. new_tokens: so many tokens are written after the first prompt_tokens of each document, greedily by every arm (where do
+    they first differ?) and freely by BF16 (how do the others like it?); None leaves that out.
+    """
 
     data: Data
     tokens: Positive = 8192
     seq_len: Positive = 512
+    per_layer: bool = False
+    new_tokens: Positive | None = None
+    prompt_tokens: Positive = 32
 
 
 class Accuracy(_Strict):

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from qad import packing, provenance, text
+from qad.alone import run_alone
 from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
 from qad.control import accuracy_again, fidelity_again
+from qad.distances import measure_distances, section_settings
 from qad.errors import UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
-from qad.scoring import Scoring, finished, score_loaded
+from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader
 from qad.stages import Job
@@ -47,8 +49,6 @@ class Measuring:
                 self._write(arm, {}, FILES, measure_memory(self._folder(arm)), started)
 
     def fidelity(self) -> None:
-        from harness.fidelity import measure_fidelity
-
         section = self.job.recipe.measure.fidelity
         if section is None:
             return
@@ -61,9 +61,9 @@ class Measuring:
             return
         started = time.monotonic()
         students = {arm: self._load(arm).model for arm in arms if arm != "bf16"}
-        with tqdm(total=len(sequences), desc="fidelity", unit="seq", mininterval=2.0) as bar:
-            measured = measure_fidelity(
-                students, self._load("bf16").model, sequences, section.data.name, bar.update, teacher_name="bf16"
+        with tqdm(total=len(sequences.pairs), desc="fidelity", unit="seq", mininterval=2.0) as bar:
+            measured = measure_distances(
+                section, students, self._load("bf16").model, sequences, self.job.recipe.seed, bar.update
             )
         for arm in arms:
             self._write(arm, settings, self._load(arm).engine, measured[arm], started)
@@ -76,12 +76,26 @@ class Measuring:
         for arm in self.arms:
             if self._missing("accuracy", arm, settings):
                 self.say(f"   {arm}: {scoring.label}")
-                started = time.monotonic()
+                started, path = time.monotonic(), self._path("accuracy", arm)
+                if self.job.device.startswith("cuda"):
+                    self._alone(arm, path)
+                    continue
                 loaded = self._load(arm)
-                path = self._path("accuracy", arm)
                 data = score_loaded(loaded, scoring, self._identity(arm), path)
                 self._write(arm, settings, loaded.engine, data, started)
                 finished(path)
+
+    def _alone(self, arm: str, path: Path) -> None:
+        """One process a model: an engine that does not give a GPU's memory back would decide how the next one is measured."""
+        section = self.job.recipe.measure.accuracy
+        assert section is not None
+        self._models.clear()
+        release()
+        run_alone("qad.measuring:accuracy_alone", {
+            "folder": str(self._folder(arm)), "record": str(path), "arm": arm, "model": self.job.source.display_name,
+            "checkpoint": self._identity(arm), "section": section.model_dump(mode="json"),
+            "seed": self.job.recipe.seed, "dtype": self.job.dtype, "device": self.job.device,
+        })  # fmt: skip
 
     def throughput(self) -> None:
         """All arms interleaved, so that a drift of the machine's speed hits them alike."""
@@ -131,7 +145,12 @@ class Measuring:
         if self._missing("fidelity", arm, settings, again=True):
             started = time.monotonic()
             found = fidelity_again(
-                self._load(arm).model, self._folder(arm), sequences, section.data.name, self.job.dtype, self.job.device
+                self._load(arm).model,
+                self._folder(arm),
+                sequences.pairs,
+                section.data.name,
+                self.job.dtype,
+                self.job.device,
             )
             self._write(arm, settings, found.engine, found.data, started, found.conditions)
 
@@ -174,6 +193,31 @@ class Measuring:
         write_record(path, arm, name, self._identity(arm), settings, engine, data, started, control)
 
 
+def release() -> None:
+    """Give back what dropped models held."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def accuracy_alone(
+    folder: str, record: str, arm: str, model: str, checkpoint: str, section: dict[str, Any], seed: int, dtype: str,
+    device: str,
+) -> None:  # fmt: skip
+    """The accuracy record of one arm, for `run_alone`."""
+    from harness.engines.transformers import load
+
+    scoring, started, path = Scoring.of(Accuracy.model_validate(section), seed), time.monotonic(), Path(record)
+    loaded = load(Path(folder), dtype, device)
+    data = score_loaded(loaded, scoring, checkpoint, path)
+    write_record(path, arm, model, checkpoint, {**scoring.settings, "dtype": dtype}, loaded.engine, data, started)
+    finished(path)
+
+
 def measure_folder(
     kind: str,
     folder: Path,
@@ -185,12 +229,15 @@ def measure_folder(
     dtype: str,
     seed: int,
     noise_floor: bool = False,
+    server: ServerChoice | None = None,
 ) -> None:
     """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. noise_floor: the
-    arm's control instead, see `qad.control`.
+    arm's control instead, see `qad.control`. server: accuracy is asked of a server that has loaded this folder.
 
     Raises UsageError where there is no teacher, or no control of this kind.
     """
+    if server is not None and (noise_floor or not isinstance(section, Accuracy)):
+        raise UsageError("--server is for accuracy without --noise-floor")
     if noise_floor and not isinstance(section, (Accuracy, Fidelity)):
         raise UsageError(f"--noise-floor is for accuracy and fidelity: {kind} has none")
     from harness.engines.transformers import FILES, load
@@ -207,7 +254,11 @@ def measure_folder(
     elif isinstance(section, Accuracy):
         scoring = Scoring.of(section, seed)
         settings = {**scoring.settings, "dtype": dtype}
-        if noise_floor:
+        if server is not None:
+            backend, engine = server.open(folder, scoring.suite)
+            settings["dtype"] = engine.dtype
+            data = score(backend, scoring, {"checkpoint": folder_identity(source), "server": server.url}, out)
+        elif noise_floor:
             again = accuracy_again(folder, scoring, dtype, device, folder_identity(source), out)
             engine, data, control = again.engine, again.data, again.conditions
         else:
@@ -220,8 +271,6 @@ def measure_folder(
         engine, settings = loaded.engine, throughput_settings(section, seed, dtype)
         data = measure_throughput(loaded.model, **section.model_dump(), vocab_size=len(loaded.tokenizer), seed=seed)
     else:
-        from harness.fidelity import measure_fidelity
-
         if teacher is None:
             raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
         original = open_checkpoint(teacher)
@@ -233,11 +282,11 @@ def measure_folder(
         loaded = load(folder, dtype, device)
         engine = loaded.engine
         if noise_floor:
-            again = fidelity_again(loaded.model, folder, sequences, section.data.name, dtype, device)
+            again = fidelity_again(loaded.model, folder, sequences.pairs, section.data.name, dtype, device)
             engine, data, control = again.engine, again.data, again.conditions
         else:
             models = {arm: loaded.model}
-            data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
+            data = measure_distances(section, models, load(teacher, dtype, device).model, sequences, seed)[arm]
     write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started, control)
     finished(out)
 
@@ -249,12 +298,12 @@ def folder_identity(source: Checkpoint) -> str:
 
 def test_sequences(
     section: Fidelity, parts: list[text.Part], tokenizer: Any, seed: int, teacher: Checkpoint
-) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+) -> tuple[packing.Sequences, dict[str, Any]]:
     """The test split as token sequences, and the settings that two comparable records share."""
     sequences = packing.sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
     used = text.digest_documents(parts)
-    settings = {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
-    return sequences.pairs, {**settings, "sources": sequences.sources}
+    settings = {**section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
+    return sequences, {**settings, "sources": sequences.sources}
 
 
 def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from qad.config import Accuracy
 from qad.errors import StorageError
 
 if TYPE_CHECKING:
-    from harness.records import AccuracyData
+    from harness.records import AccuracyData, Engine
     from harness.suite import Suite
     from harness.task_files import Places
 
@@ -58,6 +58,26 @@ class Scoring:
     @property
     def label(self) -> str:
         return self.suite.name if "suite" in self.settings else ", ".join(self.suite.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerChoice:
+    """An OpenAI server that has loaded the measured folder. chat: conversations through its template, as a suite with
+    chat_template asks for; max_length, model: see `open_server`."""
+
+    url: str
+    max_length: int | None = None
+    model: str | None = None
+    concurrency: int = 16
+
+    def open(self, folder: Path, suite: Suite) -> tuple[Any, Engine]:
+        """lm-eval's back-end and the record's engine. Raises QadError."""
+        from harness.server_backend import open_server
+
+        return open_server(
+            self.url, str(folder), chat=suite.chat_template, think_end=suite.think_end, max_length=self.max_length,
+            concurrency=self.concurrency, model=self.model,
+        )  # fmt: skip
 
 
 def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path) -> AccuracyData:
