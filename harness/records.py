@@ -15,6 +15,13 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from harness.fidelity_data import LATER
+from harness.fidelity_data import Continuation as Continuation
+from harness.fidelity_data import FidelityData as FidelityData
+from harness.fidelity_data import FidelitySequence as FidelitySequence
+from harness.fidelity_data import FidelityStratum as FidelityStratum
+from harness.fidelity_data import LayerDistance as LayerDistance
+
 SCHEMA_VERSION = 1
 ARMS = ("bf16", "ptq", "qad")  # what every run has
 NAMED_ARMS = ("bf16", "ptq", "qat", "qad")  # in the order of tables; other arms come behind, by name
@@ -28,10 +35,6 @@ def arm_order(arm: str) -> tuple[int, str]:
 def arm_label(arm: str) -> str:
     """How a text calls an arm: its name, in capitals where it is one of the method's."""
     return arm.upper() if arm in NAMED_ARMS else arm
-
-
-# Of fields that came after the first records: None is not written, so that older readers read what they can.
-LATER = {"later": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,75 +76,6 @@ class MemoryData:
     def quantized_share(self) -> float:
         """Share of the parameters that is stored in four bits."""
         return self.quantized_parameters / self.parameters
-
-
-# --- fidelity ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class FidelitySequence:
-    """Sums over the predicted tokens of one sequence; sequences are the clusters of every interval.
-
-    kl_sum: nats, KL(teacher || student) over the full vocabulary. nll_*: nats of the text's own next token.
-    """
-
-    cluster: str
-    tokens: int
-    kl_sum: float
-    top1_agree: int
-    nll_teacher_sum: float
-    nll_student_sum: float
-
-
-@dataclasses.dataclass(frozen=True)
-class FidelityStratum:
-    """A part of the predicted tokens: lists hold one entry a sequence, in the record's order. kl_sum: nats."""
-
-    name: str
-    tokens: list[int]
-    kl_sum: list[float]
-    top1_agree: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerDistance:
-    """error: sum |h_student - h_teacher|^2 / sum |h_teacher|^2 of the hidden states behind this layer."""
-
-    name: str
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Continuation:
-    """After one prompt. equal: tokens that both write greedily before they first differ. diverged: whether they did, within the
-    tokens asked for. written: tokens the teacher wrote at temperature 1; nll_*: nats of those under each model."""
-
-    cluster: str
-    equal: int
-    diverged: bool
-    written: int
-    nll_teacher: float
-    nll_student: float
-
-
-@dataclasses.dataclass(frozen=True)
-class FidelityData:
-    """Distance from the BF16 teacher on the test split. `token_kl`: quantiles p50 p90 p99 p99_9 and max, nats.
-
-    by_position, by_entropy (deciles of the teacher's entropy), by_domain (sources of the text): strata of the tokens.
-    bound: what the KL is a bound of, where it is none of the full vocabulary; None: exact.
-    """
-
-    KIND: ClassVar[str] = "fidelity"
-    data: str
-    sequences: list[FidelitySequence]
-    token_kl: dict[str, float]
-    by_position: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
-    by_entropy: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
-    by_domain: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
-    by_layer: list[LayerDistance] | None = dataclasses.field(default=None, metadata=LATER)
-    continuations: list[Continuation] | None = dataclasses.field(default=None, metadata=LATER)
-    bound: str | None = dataclasses.field(default=None, metadata=LATER)
 
 
 # --- accuracy ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """lm-eval's back-ends for an OpenAI server, with what they leave to chance made certain.
 
-- Prompts are encoded as the in-memory back-end does (one BOS where the model wants one) and sent as ids; conversations are sent as
+- Prompts are encoded as the in-memory back-end does (one BOS where the model wants one) and sent as ids; conversations go as
   they are, and the server's template wraps them.
-- Nothing is cut on the left: the context length is asked from the server, and prompts that do not fit are refused (harness.asking).
+- Nothing is cut on the left: the context length is asked from the server, and prompts that do not fit are refused.
 - Every request carries a seed of its own, every answer its finish reason and the server's token count.
 - A task's stop strings are not sent for reasoning models; they cut what is scored.
 - A request that fails is tried again, then counted as failed: no answer, and no wrong one that nobody notices.
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from typing import Any
 
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from harness.answers import ERROR, LENGTH, Answer
+from harness.answers import ERROR, LENGTH, SERVER, Answer
 from harness.asking import new_deque, request_seed
 from harness.records import Engine
 from qad.errors import DataError, UsageError
@@ -37,6 +38,8 @@ def open_server(
     served name; None: the only one. max_length: the context in tokens; None: what the server says of itself.
     Raises UsageError for a server that does not answer, serves several models, or does not tell its context length.
     """
+    if importlib.util.find_spec("tenacity") is None or importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("asking a server needs two more packages: pip install nvfp4-qad[server]")
     root = url.rstrip("/").removesuffix("/v1")
     found = _served(root, model)
     length = max_length or found.get("max_model_len")
@@ -50,8 +53,18 @@ def open_server(
         **({"tokenized_requests": False} if chat else {}),
     )  # fmt: skip
     backend.think_end = think_end
+    return backend, _engine(found, path)
+
+
+def describe(url: str, model: str | None, path: str) -> tuple[str, Engine]:
+    """The served name and the record's engine. Raises UsageError as `open_server`."""
+    found = _served(url.rstrip("/").removesuffix("/v1"), model)
+    return found["id"], _engine(found, path)
+
+
+def _engine(found: dict[str, Any], path: str) -> Engine:
     version = str(found.get("owned_by") or "unknown")
-    return backend, Engine("server", version, "", "", f"{version}, {path}", emulated=False)
+    return Engine(SERVER, version, "", "", f"{version}, {path}", emulated=False)
 
 
 def _served(root: str, model: str | None) -> dict[str, Any]:

@@ -113,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
-    sub.add_argument("--server", metavar="URL", help="accuracy: ask an OpenAI server that has loaded HF_DIR")
+    sub.add_argument(
+        "--server", metavar="URL", help="accuracy, fidelity (a bound): ask an OpenAI server that has loaded HF_DIR"
+    )
     sub.add_argument("--served-model", metavar="NAME", help="accuracy: the server's name of it (default: its only one)")
     sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="accuracy: the server's context, where it does "
                      "not tell")  # fmt: skip

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from harness.records import Data, Engine
 
 
+TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
+
+
 class Measuring:
     """Measures the arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders.
 
@@ -232,12 +235,12 @@ def measure_folder(
     server: ServerChoice | None = None,
 ) -> None:
     """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. noise_floor: the
-    arm's control instead, see `qad.control`. server: accuracy is asked of a server that has loaded this folder.
+    arm's control instead, see `qad.control`. server: a server that has loaded this folder is asked.
 
     Raises UsageError where there is no teacher, or no control of this kind.
     """
-    if server is not None and (noise_floor or not isinstance(section, Accuracy)):
-        raise UsageError("--server is for accuracy without --noise-floor")
+    if server is not None and (noise_floor or not isinstance(section, (Accuracy, Fidelity))):
+        raise UsageError("--server is for accuracy and fidelity without --noise-floor")
     if noise_floor and not isinstance(section, (Accuracy, Fidelity)):
         raise UsageError(f"--noise-floor is for accuracy and fidelity: {kind} has none")
     from harness.engines.transformers import FILES, load
@@ -279,13 +282,20 @@ def measure_folder(
         docs = Reader(tokenizer, seed).parts(section.data, need)
         sequences, settings = test_sequences(section, docs, tokenizer, seed, original)
         settings["dtype"] = dtype
-        loaded = load(folder, dtype, device)
-        engine = loaded.engine
-        if noise_floor:
+        if server is not None:
+            from harness.topk import measure_topk
+
+            name, engine = server.describe()
+            original_model = load(teacher, dtype, device).model
+            data = measure_topk(server.url, name, original_model, sequences.pairs, section.data.name, TOP_K)
+            settings["top_k"] = TOP_K
+        elif noise_floor:
+            loaded = load(folder, dtype, device)
             again = fidelity_again(loaded.model, folder, sequences.pairs, section.data.name, dtype, device)
             engine, data, control = again.engine, again.data, again.conditions
         else:
-            models = {arm: loaded.model}
+            loaded = load(folder, dtype, device)
+            engine, models = loaded.engine, {arm: loaded.model}
             data = measure_distances(section, models, load(teacher, dtype, device).model, sequences, seed)[arm]
     write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started, control)
     finished(out)

@@ -70,6 +70,12 @@ class ServerChoice:
     model: str | None = None
     concurrency: int = 16
 
+    def describe(self) -> tuple[str, Engine]:
+        """The served name and the record's engine. Raises QadError."""
+        from harness.server_backend import describe
+
+        return describe(self.url, self.model, "completions")
+
     def open(self, folder: Path, suite: Suite) -> tuple[Any, Engine]:
         """lm-eval's back-end and the record's engine. Raises QadError."""
         from harness.server_backend import open_server
