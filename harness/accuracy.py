@@ -149,9 +149,11 @@ class _Pass:
         self.raw, self.metric = samples, _primary_metric(ready.name, ready.task, samples[0])
         self.rows: dict[str, list[Sample]] = {}
         generated = ready.task.OUTPUT_TYPE == "generate_until"
+        asked = {instance.doc_id: instance.args for instance in ready.task.instances}
         for sample in samples:
-            answer = asking.answer(sample["arguments"][0]) if generated else None
-            row = _row(ready.name, sample, self.metric, answer, number, asking.seed)
+            arguments = asked[sample["doc_id"]]
+            answer = asking.answer(arguments) if generated else None
+            row = _row(ready.name, sample, self.metric, answer, number, asking.seed, arguments[0])
             self.rows.setdefault(sample["filter"], []).append(row)
         self.facts = protocol(ready.name, ready.task, asking.lm, samples, suite.think_end)
         if suite.chat_template:
@@ -161,9 +163,8 @@ class _Pass:
 
 
 def _row(
-    name: str, sample: dict[str, Any], metric: str, answer: Answer | None, number: int, seed: int
+    name: str, sample: dict[str, Any], metric: str, answer: Answer | None, number: int, seed: int, prompt: Any
 ) -> Sample:  # fmt: skip
-    prompt = sample["arguments"][0][0]
     response = sample["filtered_resps"][0]
     return Sample(
         task=name, filter=sample["filter"], doc_hash=sample["doc_hash"], prompt_hash=sample["prompt_hash"],

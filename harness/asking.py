@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,8 @@ class Asking:
         self._done = self._total = 0
         lm.set_cache_hook(self)
         for kind in KINDS:
-            setattr(lm, kind, self._asked(kind, getattr(lm, kind)))
+            ask = functools.partial(getattr(type(lm), kind), lm)  # the back-end's own, whoever was attached before
+            setattr(lm, kind, self._asked(kind, ask))
 
     def answer(self, arguments: Sequence[Any]) -> Answer:
         """What was said to a generation request with these arguments under the current seed."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.records import Continuation
+from harness.throughput import cache_argument
 from qad.errors import DataError
 
 
@@ -71,15 +72,16 @@ def _written(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:
 def _generated(model: Any, prompt: Tensor, choose: Callable[[Tensor], int], new_tokens: int) -> list[int]:
     ends = _end_ids(model)
     device = next(model.parameters()).device
-    ids, cache = prompt[None].to(device), None
+    name, held = cache_argument(model), {}
+    ids = prompt[None].to(device)
     found: list[int] = []
     with torch.no_grad():
         while len(found) < new_tokens:
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids, use_cache=True, **held)
             found.append(choose(out.logits[0, -1]))
             if found[-1] in ends:
                 break
-            ids, cache = torch.tensor([[found[-1]]], device=device), out.past_key_values
+            ids, held = torch.tensor([[found[-1]]], device=device), {name: getattr(out, name)}
     return found
 
 

@@ -87,6 +87,11 @@ class _Telling:
     seed = 0
     think_end: str | None = None
 
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say how many."""
+        return int(self._max_gen_toks)  # type: ignore[attr-defined]
+
     def _create_payload(self, messages: Any, generate: bool = False, gen_kwargs: Any = None, **options: Any) -> Any:
         payload = super()._create_payload(messages, generate=generate, gen_kwargs=gen_kwargs, **options)  # type: ignore[misc]
         if generate:

@@ -34,11 +34,12 @@ def by_entropy(kl: Sequence[Tensor], agree: Sequence[Tensor], entropy: Sequence[
     cuts = [float(every[len(every) * k // DECILES]) for k in range(1, DECILES)]
     edges = [-torch.inf, *dict.fromkeys(cuts), torch.inf]
     found = []
-    for low, high in itertools.pairwise(edges):
+    for number, (low, high) in enumerate(itertools.pairwise(edges), 1):
         chosen = [((values >= low) & (values < high)).nonzero().flatten() for values in entropy]
         inside = torch.cat([values[those] for values, those in zip(entropy, chosen, strict=True)])
         if len(inside):
-            found.append(_stratum(f"{float(inside.min()):.3g}-{float(inside.max()):.3g} nats", kl, agree, chosen))
+            name = f"{number}: {float(inside.min()):.3g}-{float(inside.max()):.3g} nats"
+            found.append(_stratum(name, kl, agree, chosen))
     return found
 
 
