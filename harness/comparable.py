@@ -139,18 +139,25 @@ def _key(score: TaskScore) -> TaskKey:
 def paired(task: str, scores: Mapping[str, TaskScore]) -> tuple[dict[str, Floats], Ints]:
     """Scores of the same items in the same order -> arm -> float64 [n], and the items' clusters, int64 [n].
 
+    Raises DataError as `item_order` does.
+    """
+    order = item_order(task, scores)
+    values = {
+        arm: np.array([score.items[i].score for i in order[arm]], dtype=np.float64) for arm, score in scores.items()
+    }
+    return values, cluster_index([item.cluster for item in next(iter(scores.values())).items])
+
+
+def item_order(task: str, scores: Mapping[str, TaskScore]) -> dict[str, list[int]]:
+    """arm -> positions of its items, so that all arms go through the same items in the order of the first.
+
     Raises DataError, with counts, where the arms saw other documents, other prompts or other targets.
     """
     reference, *others = scores
     index = {arm: _index(score) for arm, score in scores.items()}
-    order = list(index[reference])
     for arm in others:
         _require_same_items(task, reference, arm, index)
-    values = {
-        arm: np.array([scores[arm].items[entries[key]].score for key in order], dtype=np.float64)
-        for arm, entries in index.items()
-    }
-    return values, cluster_index([item.cluster for item in scores[reference].items])
+    return {arm: [entries[key] for key in index[reference]] for arm, entries in index.items()}
 
 
 ItemKey = tuple[str, str, int]

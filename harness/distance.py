@@ -13,8 +13,8 @@ import numpy as np
 
 from harness.comparable import BASELINE
 from harness.comparison import Estimate, FidelityRow
-from harness.intervals import Floats, Interval, Ints, cluster_index
-from harness.records import FidelityData, FidelitySequence, Record
+from harness.intervals import Floats, Interval, Ints, cluster_index, mean_interval
+from harness.records import Continuation, FidelityData, FidelitySequence, FidelityStratum, Record
 from harness.resampling import ratio_of_sums
 from qad.errors import DataError
 
@@ -101,7 +101,42 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
         token_kl=dict(data.token_kl),
         sequences=n,
         tokens=int(sums.tokens.sum()),
+        by_position=_strata(data.by_position, cluster),
+        by_entropy=_strata(data.by_entropy, cluster),
+        by_domain=_strata(data.by_domain, cluster),
+        by_layer={layer.name: layer.error for layer in data.by_layer or ()},
+        bound=data.bound or "",
+        **_continuations(data.continuations or []),
     )
+
+
+def _strata(strata: list[FidelityStratum] | None, cluster: Ints) -> dict[str, Estimate]:
+    """KL per token of each stratum, over the sequences that have tokens in it."""
+    found = {}
+    for stratum in strata or ():
+        tokens, kl = (np.array(v, dtype=np.float64) for v in (stratum.tokens, stratum.kl_sum))
+        there = tokens > 0
+        if there.any():
+            groups = np.unique(cluster[there], return_inverse=True)[1].astype(np.int64)
+            interval = ratio_of_sums(kl[there], tokens[there], groups, log=_positive(kl[there], groups))
+            found[stratum.name] = _estimate(float(kl.sum() / tokens.sum()), interval, int(there.sum()))
+    return found
+
+
+def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
+    if not entries:
+        return {}
+    cluster = cluster_index([entry.cluster for entry in entries])
+    columns = [[e.equal, e.diverged, e.written, e.nll_student - e.nll_teacher] for e in entries]
+    equal, diverged, written, gap = np.array(columns, dtype=np.float64).T
+    n = len(entries)
+    return {
+        "equal_tokens": _estimate(float(equal.mean()), mean_interval(equal, cluster), n),
+        "diverged": _estimate(float(diverged.mean()), mean_interval(diverged, cluster), n),
+        "written_ratio": _exp(
+            _estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)
+        ),
+    }
 
 
 def _share(estimate: Estimate) -> Estimate:

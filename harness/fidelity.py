@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.records import FidelityData, FidelitySequence
+from harness.strata import by_domain, by_entropy, by_position
 from qad.errors import BrokenCheckpointError, DataError
 
 TEACHER = "bf16"
@@ -27,12 +28,13 @@ _CHUNK_ELEMENTS = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Per predicted token [N]: kl, nll in nats (FP64), agree (bool)."""
+    """Per predicted token [N]: kl, nll, the teacher's entropy in nats (FP64), agree (bool)."""
 
     kl: Tensor
     agree: Tensor
     nll_teacher: Tensor
     nll_student: Tensor
+    entropy: Tensor
 
 
 class _Collected:
@@ -40,7 +42,9 @@ class _Collected:
 
     def __init__(self) -> None:
         self.sequences: list[FidelitySequence] = []
-        self.kl: list[Tensor] = []
+        self.kl: list[Tensor] = []  # and the following: [T - 1] a sequence
+        self.agree: list[Tensor] = []
+        self.entropy: list[Tensor] = []
 
     def add(self, clusters: Sequence[str], tokens: _Tokens) -> None:
         """Split [N] tokens evenly over the batch's sequences."""
@@ -49,11 +53,20 @@ class _Collected:
         sums = [part.view(len(clusters), n).sum(dim=1).tolist() for part in parts]
         for cluster, kl, agree, teacher, student in zip(clusters, *sums, strict=True):
             self.sequences.append(FidelitySequence(cluster, n, kl, int(agree), teacher, student))
-        self.kl.append(tokens.kl)
+        self.kl += tokens.kl.view(len(clusters), n).unbind()
+        self.agree += tokens.agree.view(len(clusters), n).unbind()
+        self.entropy += tokens.entropy.view(len(clusters), n).unbind()
 
-    def data(self, name: str) -> FidelityData:
+    def data(self, name: str, domains: Sequence[str] | None) -> FidelityData:
         kl = torch.cat(self.kl)
-        return FidelityData(name, self.sequences, {**token_quantiles(kl), "max": float(kl.max())})
+        return FidelityData(
+            name,
+            self.sequences,
+            {**token_quantiles(kl), "max": float(kl.max())},
+            by_position=by_position(self.kl, self.agree),
+            by_entropy=by_entropy(self.kl, self.agree, self.entropy),
+            by_domain=by_domain(self.kl, self.agree, domains) if domains and len(set(domains)) > 1 else None,
+        )
 
 
 def measure_fidelity(
@@ -65,13 +78,14 @@ def measure_fidelity(
     *,
     batch_size: int = 1,
     teacher_name: str = TEACHER,
+    domains: Sequence[str] | None = None,
 ) -> dict[str, FidelityData]:
     """One pass over `sequences`, (cluster, int64 [T]) pairs: the teacher runs once for all students.
 
     The teacher itself is in the result under `teacher_name`: zero KL and full agreement by definition (its noise
     floor is not measured here), and the perplexity of the text. Consecutive sequences of equal length are batched up
     to `batch_size`; the logits of one batch under all models are held at a time. `progress` is called with the number
-    of sequences just finished.
+    of sequences just finished. domains: the source of each sequence, for the distance by source.
 
     Raises DataError for text that cannot be scored, BrokenCheckpointError where a model's logits are not numbers.
     """
@@ -89,7 +103,7 @@ def measure_fidelity(
                 collected[name].add(clusters, tokens)
             if progress:
                 progress(len(clusters))
-    return {name: entry.data(data_name) for name, entry in collected.items()}
+    return {name: entry.data(data_name, domains) for name, entry in collected.items()}
 
 
 def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -136,12 +150,13 @@ def _compare(logits_NV: Mapping[str, Tensor], targets_N: Tensor) -> dict[str, _T
         top_C = log_p_CV.argmax(-1)
         nll_p = -log_p_CV.gather(1, target_C1).squeeze(1)
         zero = torch.zeros_like(nll_p)
-        chunks[teacher].append(_Tokens(zero, zero == 0, nll_p, nll_p))
+        entropy = torch.special.entr(log_p_CV.exp()).sum(-1)
+        chunks[teacher].append(_Tokens(zero, zero == 0, nll_p, nll_p, entropy))
         for name in students:
             log_q_CV = logits_NV[name][start : start + rows].double().log_softmax(-1)
             nll_q = -log_q_CV.gather(1, target_C1).squeeze(1)
             kl = token_kl(log_p_CV, log_q_CV)
-            chunks[name].append(_Tokens(kl, top_C == log_q_CV.argmax(-1), nll_p, nll_q))
+            chunks[name].append(_Tokens(kl, top_C == log_q_CV.argmax(-1), nll_p, nll_q, entropy))
     return {name: _joined(name, parts) for name, parts in chunks.items()}
 
 

@@ -38,9 +38,15 @@ def require_room(name: str, task: Any, lm: Any) -> None:
         )
 
 
-def protocol(name: str, task: Any, lm: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Facts of a task as it was run, plain JSON. Raises DataError for a prompt that begins with two BOS tokens."""
-    ids = list(lm.tok_encode(samples[0]["arguments"][0][0]))[:FIRST_IDS]
+def protocol(
+    name: str, task: Any, lm: Any, samples: list[dict[str, Any]], think_end: str | None = None
+) -> dict[str, Any]:
+    """Facts of a task as it was run, plain JSON. Raises DataError for a prompt that begins with two BOS tokens.
+
+    first_ids is [] where the engine alone knows the tokens: a server that is sent conversations.
+    """
+    encoded = lm.tok_encode(samples[0]["arguments"][0][0])
+    ids = list(encoded)[:FIRST_IDS] if isinstance(encoded, list) else []
     bos = getattr(lm.tokenizer, "bos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         raise DataError(
@@ -49,19 +55,5 @@ def protocol(name: str, task: Any, lm: Any, samples: list[dict[str, Any]]) -> di
     facts: dict[str, Any] = {"output_type": task.OUTPUT_TYPE, "chat_template": None, "first_ids": ids}
     if task.OUTPUT_TYPE == "generate_until":
         facts["generation"] = dict(task.get_config("generation_kwargs") or {})
-        facts["think_end"] = getattr(lm, "think_end_token", None)
+        facts["think_end"] = think_end
     return facts
-
-
-def thinking_model(base: type[Any]) -> type[Any]:
-    """lm-eval's model class `base` for reasoning models: a task's stop strings do not fire while the model thinks.
-
-    They cut the answer afterwards, once the thinking is taken off; so generation ends at the end-of-text token or at
-    the limit of new tokens only.
-    """
-
-    class Thinking(base):
-        def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation: Any) -> Any:
-            return super()._model_generate(context, max_length, [], **generation)
-
-    return Thinking

@@ -15,6 +15,13 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from harness.fidelity_data import LATER
+from harness.fidelity_data import Continuation as Continuation
+from harness.fidelity_data import FidelityData as FidelityData
+from harness.fidelity_data import FidelitySequence as FidelitySequence
+from harness.fidelity_data import FidelityStratum as FidelityStratum
+from harness.fidelity_data import LayerDistance as LayerDistance
+
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
 ARMS = ("bf16", "ptq", "qad")  # what every run has
@@ -129,34 +136,6 @@ class MemoryData:
         return self.quantized_parameters / self.parameters
 
 
-# --- fidelity ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class FidelitySequence:
-    """Sums over the predicted tokens of one sequence; sequences are the clusters of every interval.
-
-    kl_sum: nats, KL(teacher || student) over the full vocabulary. nll_*: nats of the text's own next token.
-    """
-
-    cluster: str
-    tokens: int
-    kl_sum: float
-    top1_agree: int
-    nll_teacher_sum: float
-    nll_student_sum: float
-
-
-@dataclasses.dataclass(frozen=True)
-class FidelityData:
-    """Distance from the BF16 teacher on the test split. `token_kl`: quantiles p50 p90 p99 p99_9 and max, nats."""
-
-    KIND: ClassVar[str] = "fidelity"
-    data: str
-    sequences: list[FidelitySequence]
-    token_kl: dict[str, float]
-
-
 # --- accuracy ------------------------------------------------------------------------------------
 
 
@@ -172,12 +151,27 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What generated answers looked like, one entry an item, in the items' order.
+
+    tokens: generated, thinking included; None where nobody counted. finish: stop, length (cut off), error (the request failed),
+    "" (not told). loops: the text ends in a repetition. empty: nothing was left to score.
+    """
+
+    tokens: list[int | None]
+    thinking_tokens: list[int | None]
+    finish: list[str]
+    loops: list[bool]
+    empty: list[bool]
+
+
+@dataclasses.dataclass(frozen=True)
 class TaskScore:
     """Scores of one task under one filter. `chance`: what guessing scores, None where that has no meaning.
 
     protocol: what else decides a score and has to be equal between arms: generation settings, chat template hash, the
     first token ids of the first prompt. {}: not recorded. n_shot None: not known. Several samples of one question are
-    items of equal hashes.
+    items of equal hashes. outputs: of a task that generates, where they were kept.
     """
 
     task: str
@@ -190,12 +184,16 @@ class TaskScore:
     limit: int | None
     items: list[Item]
     protocol: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: Outputs | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyData:
+    """samples: name of the file of all samples, beside the record."""
+
     KIND: ClassVar[str] = "accuracy"
     tasks: list[TaskScore]
+    samples: str | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +318,8 @@ class Record:
     model        display name of the model
     checkpoint   identity of the measured weights (hash of the folder's files), so no score is credited to another
     settings     everything that must be equal for two records to be comparable
+    control      a second measurement of the arm's own weights, to see how far apart two such measurements are; what was
+                 changed on purpose (batch size, seed, attention kernel). None: an arm's record
     provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
     """
 
@@ -333,6 +333,7 @@ class Record:
     seconds: float
     data: Data
     schema_version: int = SCHEMA_VERSION
+    control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
     def kind(self) -> str:
@@ -346,7 +347,16 @@ def smallest_gpu(size: int) -> int | None:
 
 def to_json(record: Record) -> dict[str, Any]:
     """Plain JSON types; `kind` says which data class `data` is."""
-    return {"kind": record.kind, **dataclasses.asdict(record)}
+    return {"kind": record.kind, **_plain(record)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {f.name: _plain(v) for f, v in fields if not (v is None and f.metadata.get("later"))}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_json(raw: dict[str, Any]) -> Record:

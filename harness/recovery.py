@@ -25,19 +25,25 @@ from harness.comparable import (
 from harness.comparison import BenchmarkRow, Comparison, Estimate
 from harness.contrasts import MARGIN, PairedScores, contrasts
 from harness.distance import compare_fidelity
+from harness.drift import failed_requests, output_rows
 from harness.intervals import Floats, Interval, Ints, mean_interval, paired_ratio_interval
 from harness.medians import median_difference_interval, median_interval, paired_ratio_deviations
+from harness.noise import noise_floors
 from harness.published import published_rows, sources
 from harness.records import MemoryData, Record, TaskScore, arm_order
+from harness.seeds import merge_seeds
 from harness.speed import compare_throughput, emulated, failure_shares
 
 
 def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
-    """Compare the arms of one model. margin: the share of a score that may be lost, for non-inferiority.
+    """Compare the arms of one model. margin: the share of a score that may be lost, for non-inferiority. Records that are
+    controls give the noise floor of their arm and are no arms; records of one arm under several seeds are one.
 
     Raises DataError where accuracy, fidelity or imported records were not made under the same settings, from the same
     items or text, or where the records of one arm are of different weights; every difference is named.
     """
+    controls = [record for record in records if record.control is not None]
+    records = merge_seeds([record for record in records if record.control is None])
     kinds = by_kind(records)
     notes: list[str] = []
     arms = sorted({record.arm for record in records}, key=arm_order)
@@ -62,9 +68,11 @@ def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
         contrasts=contrasts(benchmarks, arms, margin),
         median_gain=_median_gain(benchmarks),
         memory_ratio=_memory_ratio(kinds.get("memory", {})),
-        failure_share=failure_shares(kinds.get("throughput", {})),
+        failure_share=failure_shares(kinds.get("throughput", {}), failed_requests(kinds.get("accuracy", {}))),
         emulated=emulated(kinds.get("throughput", {})),
         sources=sources(kinds.get("scores", {})),
+        outputs=output_rows(kinds.get("accuracy", {})),
+        noise_floor=noise_floors(records, controls, notes),
     )
 
 

@@ -85,14 +85,21 @@ def emulated(arms: dict[str, Record]) -> list[str]:
     return [arm for arm, record in arms.items() if record.engine.emulated]
 
 
-def failure_shares(arms: dict[str, Record]) -> dict[str, Estimate]:
-    """arm -> failed / sent requests over all points, Wilson's interval; only where a server was asked."""
-    shares = {}
+def failure_shares(arms: dict[str, Record], answered: dict[str, tuple[int, int]]) -> dict[str, Estimate]:
+    """arm -> failed / sent requests, Wilson's interval; only where a server was asked.
+
+    arms: throughput records. answered: arm -> (failed, sent) of accuracy.
+    """
+    counts = {arm: list(found) for arm, found in answered.items()}
     for arm, record in arms.items():
-        points = _points(record).values()
-        counted = [(p.requests, p.failed) for p in points if p.requests is not None and p.failed is not None]
-        sent, failed = sum(n for n, _ in counted), sum(k for _, k in counted)
-        if counted and sent > 0:
+        for point in _points(record).values():
+            if point.requests is not None and point.failed is not None:
+                total = counts.setdefault(arm, [0, 0])
+                total[0] += point.failed
+                total[1] += point.requests
+    shares = {}
+    for arm, (failed, sent) in counts.items():
+        if sent > 0:
             outcome = np.repeat([1.0, 0.0], [failed, sent - failed])
             found = mean_interval(outcome, np.arange(sent))
             shares[arm] = Estimate(failed / sent, found.low, found.high, sent, sent, found.method, found.note)

@@ -26,6 +26,12 @@ from qad.errors import UsageError
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
+def cache_argument(model: Any) -> str:
+    """Under which name a model takes, and returns, what it keeps of the tokens before."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in accepted), _CACHE_NAMES[0])
+
+
 def measure_throughput(
     model: Any, *, vocab_size: int, batch: int, input_tokens: int, output_tokens: int, repeats: int, seed: int
 ) -> ThroughputData:
@@ -86,7 +92,7 @@ def _run(model: Any, prompt_BT: Tensor, output_tokens: int) -> tuple[float, floa
     """Seconds of the prefill and of the output_tokens - 1 decode steps."""
     device = next(model.parameters()).device
     accepted = inspect.signature(model.forward).parameters
-    cache = next((name for name in _CACHE_NAMES if name in accepted), _CACHE_NAMES[0])
+    cache = cache_argument(model)
     fixed = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})}
     token_BT = prompt_BT.to(device)
     with torch.no_grad():

@@ -108,13 +108,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
     sub.add_argument("--seq-len", type=int, default=512, help="fidelity: longest sequence, in tokens (default: 512)")
+    sub.add_argument("--per-layer", action="store_true", help="fidelity: the distance of hidden states, layer by layer")
+    sub.add_argument("--new-tokens", type=int, metavar="N", help="fidelity: tokens to write after the beginning of each "
+                     "document, for the first greedy difference and perplexity on the teacher's text")  # fmt: skip
+    sub.add_argument("--tasks", help="accuracy: comma-separated task names (default: the suite smoke)")
+    sub.add_argument("--suite", metavar="NAME", help="accuracy: a shipped suite or a YAML file")
+    sub.add_argument("--suite-data", metavar="DIR", help="accuracy: folder of the suite's data files")
     sub.add_argument(
-        "--tasks", default="qad_agreement,qad_facts,qad_phrases", help="accuracy: comma-separated task names"
+        "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
     )
     sub.add_argument("--limit", type=int, help="accuracy: items per task")
     sub.add_argument("--new-tokens", type=int, default=32, help="parity: tokens to generate per prompt (default: 32)")
     sub.add_argument("--long-tokens", type=int, default=0, help="parity: length of one more prompt (default: none)")
     sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
+    sub.add_argument(
+        "--server", metavar="URL", help="accuracy, fidelity (a bound): ask an OpenAI server that has loaded HF_DIR"
+    )
+    sub.add_argument("--served-model", metavar="NAME", help="accuracy: the server's name of it (default: its only one)")
+    sub.add_argument("--noise-floor", action="store_true", help="accuracy, fidelity: the arm's control, which measures the "
+                     "same weights under another batch size, seed and attention kernel")  # fmt: skip
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument(
@@ -137,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
                      help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
                      "Evaluator; baseline first")  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument("--noise-floor", type=Path, nargs="+", default=[], metavar="CONTROL",
+                     help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
     sub.add_argument("--margin", type=float, default=0.01, help="share of a score that may be lost (default: 0.01)")
     _policy(sub)
 
@@ -305,13 +319,20 @@ def _measure(args: argparse.Namespace) -> int:
         choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
     sections: dict[str, dict[str, Any]] = {
         "memory": {},
-        "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
-        "accuracy": {"tasks": args.tasks.split(","), "limit": args.limit},
+        "fidelity": {
+            "data": args.data,
+            "tokens": args.tokens,
+            "seq_len": args.seq_len,
+            "per_layer": args.per_layer,
+            "new_tokens": args.new_tokens,
+        },
+        "accuracy": _accuracy(args),
         "throughput": {},
     }
     section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
     measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
+                   dtype=args.dtype, seed=args.seed, choice=choice, noise_floor=args.noise_floor,
+                   server=_server(args))  # fmt: skip
     _say(f"record: {args.out}")
     return 0
 
@@ -335,12 +356,25 @@ def _parity(args: argparse.Namespace) -> int:
          f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
     _say(f"record: {args.out}")
     return 0 if data.holds else 1
+def _server(args: argparse.Namespace) -> Any:
+    from qad.scoring import ServerChoice
+
+    return ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
+
+
+def _accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}
+    if args.tasks and args.suite:
+        raise UsageError("--tasks and --suite: give one of them")
+    return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
 
 
 def _compare(args: argparse.Namespace) -> int:
     from qad.comparing import compare_arms
 
-    artifact, text = compare_arms(args.arms, args.out, margin=args.margin, policy=args.policy)
+    artifact, text = compare_arms(
+        args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor
+    )
     _say(f"{text}\n\ncomparison: {artifact.path}")
     return 0
 

@@ -27,11 +27,13 @@ COMPARISON = "comparison.json"
 _UNNAMED = "custom"  # what `qad measure` calls an arm without --arm
 
 
-def compare_arms(arguments: Sequence[str], out: Path, *, margin: float, policy: str) -> tuple[Artifact, str]:
+def compare_arms(
+    arguments: Sequence[str], out: Path, *, margin: float, policy: str, noise_floor: Sequence[Path] = ()
+) -> tuple[Artifact, str]:
     """Compare the arms, write DIR, and return it with the table and the verdict as text.
 
-    arguments: [NAME=]PATH, baseline first. Raises UsageError for a path that holds no measurement, DataError where
-    the arms are not comparable.
+    arguments: [NAME=]PATH, baseline first. noise_floor: folders or files of controls. Raises UsageError for a path that
+    holds no measurement, DataError where the arms are not comparable.
     """
     from harness.policy import load_policy
     from harness.recovery import compare
@@ -43,28 +45,46 @@ def compare_arms(arguments: Sequence[str], out: Path, *, margin: float, policy: 
     if not 0 < margin < 1:
         raise UsageError(f"--margin {margin}: expected a share between 0 and 1, such as 0.01")
     rules = load_policy(policy)
-    records = read_arms(arguments)
-    comparison = compare(records, margin)
+    read = [*read_arms(arguments), *_controls(noise_floor)]
+    comparison = compare(read, margin)
+    records = [record for record in read if record.control is None]
     verdict = verdict_on(comparison, rules)
 
     def work(folder: Path) -> None:
         from harness import comparison as comparisons
         from harness import records as record_files
 
-        for record in records:
-            record_files.write(record, folder / "measure" / _folder_name(record.arm) / f"{record.kind}.json")
+        for name, record in _named(read).items():
+            record_files.write(record, folder / "measure" / f"{name}.json")
         text = json.dumps(_finite(comparisons.to_json(comparison)), indent=1, allow_nan=False)
         (folder / COMPARISON).write_text(text + "\n", encoding="utf-8")
         render(folder, comparison, records, verdict)
 
-    inputs = {f"{record.arm} {record.kind}": _identity(record) for record in records}
+    inputs = {name.replace("/", " "): _identity(record) for name, record in _named(read).items()}
     config = {"margin": margin, "policy": rules.model_dump(mode="json")}
     artifact = run_stage("comparison", out, config, inputs, work, replace=True)
     tests = contrasts(comparison)
-    parts = [summary_text(comparison, records), table_text(tests) if tests else ""]
+    parts = [summary_text(comparison, records), table_text(tests) if tests else "", *noise_lines(comparison)]
     if verdict:
         parts.append(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return artifact, "\n\n".join(part for part in parts if part)
+
+
+def noise_lines(comparison: Comparison) -> list[str]:
+    """The noise floors in words, one paragraph an arm."""
+    lines = []
+    for arm, floor in comparison.noise_floor.items():
+        changed = ", ".join(f"{name} {value}" for name, value in floor.conditions.items())
+        parts = []
+        if floor.median is not None:
+            band = f"{100 * floor.median.low:.1f}-{100 * floor.median.high:.1f} %"
+            parts.append(f"95 % of median recoveries without any difference lie in {band}")
+        if floor.differing is not None:
+            parts.append(f"{100 * floor.differing.value:.1f} % of {floor.differing.n:,} items scored otherwise")
+        if floor.kl is not None:
+            parts.append(f"KL {floor.kl.value:.3g} nats")
+        lines.append(f"noise floor, {arm} against itself ({changed}): {'; '.join(parts)}")
+    return lines
 
 
 def verdict_on(comparison: Comparison, policy: Any, arm: str | None = None) -> Verdict | None:
@@ -148,6 +168,29 @@ def read_arms(arguments: Sequence[str]) -> list[Record]:
     foreign = [record.model for record in records if record.model != MODEL]
     model = (measured or foreign or [MODEL])[0]
     return [dataclasses.replace(r, model=model) if "imported" in r.provenance else r for r in records]
+
+
+def _controls(paths: Sequence[Path]) -> list[Record]:
+    records = [record for path in paths for record in _read(path, "")]
+    wrong = next((record for record in records if record.control is None), None)
+    if wrong is not None:
+        raise UsageError(
+            f"the {wrong.kind} record of {wrong.arm} is no control: make one with `qad measure {wrong.kind} --noise-floor`"
+        )
+    return records
+
+
+def _named(records: Sequence[Record]) -> dict[str, Record]:
+    """Place of each record under DIR/measure, without .json: controls beside their arms, further seeds beside the first."""
+    named: dict[str, Record] = {}
+    for record in records:
+        arm = f"{_folder_name(record.arm)}{'' if record.control is None else '-again'}"
+        name, number = f"{arm}/{record.kind}", 1
+        while name in named:
+            number += 1
+            name = f"{arm}/{record.kind}-{number}"
+        named[name] = record
+    return named
 
 
 def _split(argument: str) -> tuple[str, Path]:

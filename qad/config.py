@@ -160,20 +160,42 @@ class Export(_Strict):
 
 
 class Fidelity(_Strict):
-    """Documents of the test split, each cut at seq_len, until `tokens` are reached."""
+    """Documents of the test split, each cut at seq_len, until `tokens` are reached. per_layer: the distance of hidden states
+    too. new_tokens: so many tokens are written after the first prompt_tokens of each document, greedily by every arm (where do
+    they first differ?) and freely by BF16 (how do the others like it?); None leaves that out.
+    """
 
     data: Data
     tokens: Positive = 8192
     seq_len: Positive = 512
+    per_layer: bool = False
+    new_tokens: Positive | None = None
+    prompt_tokens: Positive = 32
 
 
 class Accuracy(_Strict):
-    """tasks: shipped (qad_*) or any lm-eval task. limit: items per task, for smoke runs. n_shot: None: the task's own."""
+    """tasks: shipped (qad_*) or any lm-eval task; or suite: a shipped one or a YAML file (see harness.suite), with suite_data the
+    folder of its data files. limit: items per task, for smoke runs. n_shot: None: the task's own. think_end: what ends a
+    reasoning model's thinking, such as </think>; a suite's own counts where it has one.
+    """
 
-    tasks: list[str]
+    tasks: list[str] = []
+    suite: str | None = None
+    suite_data: str | None = None
     limit: Positive | None = None
     n_shot: Annotated[int, Field(ge=0)] | None = None
     batch_size: Positive = 16
+    think_end: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Accuracy:
+        if bool(self.tasks) == bool(self.suite):
+            raise ValueError("give either tasks or a suite")
+        if self.suite and self.n_shot is not None:
+            raise ValueError("n_shot is the suite's: set it in its file")
+        if self.suite_data and not self.suite:
+            raise ValueError("suite_data is the folder of a suite's data files: give suite")
+        return self
 
 
 class Throughput(_Strict):
@@ -185,10 +207,12 @@ class Throughput(_Strict):
 
 class Measure(_Strict):
     """engine: what serves the arms where memory and speed are measured. auto: vllm where it computes on a GPU, else none
-    (transformers, in this process). On a CPU vLLM emulates NVFP4, so there it has to be asked for."""
+    (transformers, in this process). On a CPU vLLM emulates NVFP4, so there it has to be asked for.
+    noise_floor: measure BF16 and PTQ a second time under another batch size, seed and attention kernel."""
 
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     memory: bool = True
+    noise_floor: bool = False
     fidelity: Fidelity | None = None
     accuracy: Accuracy | None = None
     throughput: Throughput | None = None

@@ -50,8 +50,9 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
+def load_model(source: Checkpoint, dtype: str, device: str, attention: str | None = None) -> Any:
     """The model in eval mode, without gradients, on `device`, its parameters in `dtype`, its experts split (qad.experts).
+    attention: transformers' name of an attention kernel, None for its choice.
 
     Raises SourceError where transformers does not know the architecture or a weight is missing.
     """
@@ -61,8 +62,9 @@ def load_model(source: Checkpoint, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted
-        )
+            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted,
+            attn_implementation=attention,
+        )  # fmt: skip
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         raise SourceError(f"transformers cannot load {source.folder}: {_reason(error, source.folder)}") from error
     if report["missing_keys"] or report.get("mismatched_keys"):

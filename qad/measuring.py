@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from qad import packing, provenance, text
+from qad.alone import run_alone
 from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
+from qad.control import accuracy_again, fidelity_again
+from qad.distances import measure_distances, section_settings
 from qad.errors import EngineError, UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
+from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader
 from qad.stages import Job
@@ -33,6 +37,9 @@ class EngineChoice:
     options: tuple[str, ...] = ()
 
 
+TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
+
+
 class Measuring:
     """Measures the arms of a run on their folders: BF16 is the source, PTQ and QAD are the exported folders.
 
@@ -43,10 +50,8 @@ class Measuring:
         self.job, self.out, self.say = job, out, say
         self.arms = ("bf16", "ptq", *job.recipe.train.methods)
         self._models: dict[str, Any] = {}
-        if job.recipe.measure.accuracy:  # an unknown task name is found before hours are spent
-            from harness.accuracy import require_tasks
-
-            require_tasks(job.recipe.measure.accuracy.tasks)
+        section = job.recipe.measure.accuracy  # an unknown task name is found before hours are spent
+        self._scoring = Scoring.of(section, job.recipe.seed) if section else None
 
     def memory(self) -> None:
         """From the files, and from the engine where there is one; where `auto` found one that cannot serve, it is said."""
@@ -68,8 +73,6 @@ class Measuring:
             self._write(arm, memory_settings(choice), engine, data, started)
 
     def fidelity(self) -> None:
-        from harness.fidelity import measure_fidelity
-
         section = self.job.recipe.measure.fidelity
         if section is None:
             return
@@ -82,25 +85,41 @@ class Measuring:
             return
         started = time.monotonic()
         students = {arm: self._load(arm).model for arm in arms if arm != "bf16"}
-        with tqdm(total=len(sequences), desc="fidelity", unit="seq", mininterval=2.0) as bar:
-            measured = measure_fidelity(
-                students, self._load("bf16").model, sequences, section.data.name, bar.update, teacher_name="bf16"
+        with tqdm(total=len(sequences.pairs), desc="fidelity", unit="seq", mininterval=2.0) as bar:
+            measured = measure_distances(
+                section, students, self._load("bf16").model, sequences, self.job.recipe.seed, bar.update
             )
         for arm in arms:
             self._write(arm, settings, self._load(arm).engine, measured[arm], started)
 
     def accuracy(self) -> None:
-        section = self.job.recipe.measure.accuracy
-        if section is None:
+        scoring = self._scoring
+        if scoring is None:
             return
-        settings = {**section.model_dump(mode="json"), "seed": self.job.recipe.seed, "dtype": self.job.dtype}
+        settings = {**scoring.settings, "dtype": self.job.dtype}
         for arm in self.arms:
             if self._missing("accuracy", arm, settings):
-                self.say(f"   {arm}: {', '.join(section.tasks)}")
-                started = time.monotonic()
+                self.say(f"   {arm}: {scoring.label}")
+                started, path = time.monotonic(), self._path("accuracy", arm)
+                if self.job.device.startswith("cuda"):
+                    self._alone(arm, path)
+                    continue
                 loaded = self._load(arm)
-                data = score(loaded.model, self.job.tokenizer, section, self.job.recipe.seed)
+                data = score_loaded(loaded, scoring, self._identity(arm), path)
                 self._write(arm, settings, loaded.engine, data, started)
+                finished(path)
+
+    def _alone(self, arm: str, path: Path) -> None:
+        """One process a model: an engine that does not give a GPU's memory back would decide how the next one is measured."""
+        section = self.job.recipe.measure.accuracy
+        assert section is not None
+        self._models.clear()
+        release()
+        run_alone("qad.measuring:accuracy_alone", {
+            "folder": str(self._folder(arm)), "record": str(path), "arm": arm, "model": self.job.source.display_name,
+            "checkpoint": self._identity(arm), "section": section.model_dump(mode="json"),
+            "seed": self.job.recipe.seed, "dtype": self.job.dtype, "device": self.job.device,
+        })  # fmt: skip
 
     def throughput(self) -> None:
         """All arms interleaved, so that a drift of the machine's speed hits them alike."""
@@ -122,6 +141,43 @@ class Measuring:
         for arm, data in measured.items():
             self._write(arm, settings, self._load(arm).engine, data, started)
 
+    def noise_floor(self) -> None:
+        """BF16 and NVFP4 (the PTQ arm) a second time, under conditions that should not matter."""
+        for arm in ("bf16", "ptq") if self.job.recipe.measure.noise_floor else ():
+            self._accuracy_again(arm)
+            self._fidelity_again(arm)
+
+    def _accuracy_again(self, arm: str) -> None:
+        scoring = self._scoring
+        settings = {**scoring.settings, "dtype": self.job.dtype} if scoring else {}
+        if scoring is None or not self._missing("accuracy", arm, settings, again=True):
+            return
+        self.say(f"   {arm} again: {scoring.label}")
+        path, started = self._path("accuracy", arm, again=True), time.monotonic()
+        found = accuracy_again(self._folder(arm), scoring, self.job.dtype, self.job.device, self._identity(arm), path)
+        self._write(arm, settings, found.engine, found.data, started, found.conditions)
+        finished(path)
+
+    def _fidelity_again(self, arm: str) -> None:
+        section = self.job.recipe.measure.fidelity
+        if section is None:
+            return
+        sequences, settings = test_sequences(
+            section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
+        )
+        settings["dtype"] = self.job.dtype
+        if self._missing("fidelity", arm, settings, again=True):
+            started = time.monotonic()
+            found = fidelity_again(
+                self._load(arm).model,
+                self._folder(arm),
+                sequences.pairs,
+                section.data.name,
+                self.job.dtype,
+                self.job.device,
+            )
+            self._write(arm, settings, found.engine, found.data, started, found.conditions)
+
     # --- folders and records ---
 
     def _folder(self, arm: str) -> Path:
@@ -137,13 +193,13 @@ class Measuring:
             self._models[arm] = load(self._folder(arm), self.job.dtype, self.job.device)
         return self._models[arm]
 
-    def _path(self, kind: str, arm: str) -> Path:
-        return self.out / "measure" / arm / f"{kind}.json"
+    def _path(self, kind: str, arm: str, again: bool = False) -> Path:
+        return self.out / "measure" / (f"{arm}-again" if again else arm) / f"{kind}.json"
 
-    def _missing(self, kind: str, arm: str, settings: dict[str, Any]) -> bool:
+    def _missing(self, kind: str, arm: str, settings: dict[str, Any], again: bool = False) -> bool:
         from harness import records
 
-        path = self._path(kind, arm)
+        path = self._path(kind, arm, again)
         if not path.is_file():
             return True
         try:
@@ -152,9 +208,38 @@ class Measuring:
             return True
         return found.checkpoint != self._identity(arm) or found.settings != settings
 
-    def _write(self, arm: str, settings: dict[str, Any], engine: Engine, data: Data, started: float) -> None:
-        path = self._path(data.KIND, arm)
-        write_record(path, arm, self.job.source.display_name, self._identity(arm), settings, engine, data, started)
+    def _write(
+        self, arm: str, settings: dict[str, Any], engine: Engine, data: Data, started: float,
+        control: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        path = self._path(data.KIND, arm, again=control is not None)
+        name = self.job.source.display_name
+        write_record(path, arm, name, self._identity(arm), settings, engine, data, started, control)
+
+
+def release() -> None:
+    """Give back what dropped models held."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def accuracy_alone(
+    folder: str, record: str, arm: str, model: str, checkpoint: str, section: dict[str, Any], seed: int, dtype: str,
+    device: str,
+) -> None:  # fmt: skip
+    """The accuracy record of one arm, for `run_alone`."""
+    from harness.engines.transformers import load
+
+    scoring, started, path = Scoring.of(Accuracy.model_validate(section), seed), time.monotonic(), Path(record)
+    loaded = load(Path(folder), dtype, device)
+    data = score_loaded(loaded, scoring, checkpoint, path)
+    write_record(path, arm, model, checkpoint, {**scoring.settings, "dtype": dtype}, loaded.engine, data, started)
+    finished(path)
 
 
 def run_engine(choice: str) -> EngineChoice | None:
@@ -200,27 +285,43 @@ def measure_folder(
     dtype: str,
     seed: int,
     choice: EngineChoice | None = None,
+    noise_floor: bool = False,
+    server: ServerChoice | None = None,
 ) -> None:
     """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. choice: memory as an
-    engine reports it, whose log goes beside `out`.
+    engine reports it, whose log goes beside `out`. noise_floor: the arm's control instead, see `qad.control`. server: a
+    server that has loaded this folder is asked.
 
-    Raises UsageError where it has none.
+    Raises UsageError where there is no teacher, or no control of this kind.
     """
+    if server is not None and (noise_floor or not isinstance(section, (Accuracy, Fidelity))):
+        raise UsageError("--server is for accuracy and fidelity without --noise-floor")
+    if noise_floor and not isinstance(section, (Accuracy, Fidelity)):
+        raise UsageError(f"--noise-floor is for accuracy and fidelity: {kind} has none")
     from harness.engines.transformers import FILES, load
 
     source, started = open_checkpoint(folder, allow_quantized=True), time.monotonic()
     device = default_device()
     asked, dtype = dtype, resolve_dtype(dtype, device)
     settings: dict[str, Any] = {}
-    engine = FILES
+    engine, control = FILES, None
     data: Data
     if section is None:
         settings = memory_settings(choice)
         data, engine = memory_of(folder, choice, out.with_suffix(".log"), asked)
     elif isinstance(section, Accuracy):
-        loaded = load(folder, dtype, device)
-        engine, settings = loaded.engine, {**section.model_dump(mode="json"), "seed": seed, "dtype": dtype}
-        data = score(loaded.model, loaded.tokenizer, section, seed)
+        scoring = Scoring.of(section, seed)
+        settings = {**scoring.settings, "dtype": dtype}
+        if server is not None:
+            backend, engine = server.open(folder, scoring.suite)
+            settings["dtype"] = engine.dtype
+            data = score(backend, scoring, {"checkpoint": folder_identity(source), "server": server.url}, out)
+        elif noise_floor:
+            again = accuracy_again(folder, scoring, dtype, device, folder_identity(source), out)
+            engine, data, control = again.engine, again.data, again.conditions
+        else:
+            loaded = load(folder, dtype, device)
+            engine, data = loaded.engine, score_loaded(loaded, scoring, folder_identity(source), out)
     elif isinstance(section, Throughput):
         from harness.throughput import measure_throughput
 
@@ -228,8 +329,6 @@ def measure_folder(
         engine, settings = loaded.engine, throughput_settings(section, seed, dtype)
         data = measure_throughput(loaded.model, **section.model_dump(), vocab_size=len(loaded.tokenizer), seed=seed)
     else:
-        from harness.fidelity import measure_fidelity
-
         if teacher is None:
             raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
         original = open_checkpoint(teacher)
@@ -238,11 +337,23 @@ def measure_folder(
         docs = Reader(tokenizer, seed).parts(section.data, need)
         sequences, settings = test_sequences(section, docs, tokenizer, seed, original)
         settings["dtype"] = dtype
-        loaded = load(folder, dtype, device)
-        engine = loaded.engine
-        models = {arm: loaded.model}
-        data = measure_fidelity(models, load(teacher, dtype, device).model, sequences, section.data.name)[arm]
-    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started)
+        if server is not None:
+            from harness.topk import measure_topk
+
+            name, engine = server.describe()
+            original_model = load(teacher, dtype, device).model
+            data = measure_topk(server.url, name, original_model, sequences.pairs, section.data.name, TOP_K)
+            settings["top_k"] = TOP_K
+        elif noise_floor:
+            loaded = load(folder, dtype, device)
+            again = fidelity_again(loaded.model, folder, sequences.pairs, section.data.name, dtype, device)
+            engine, data, control = again.engine, again.data, again.conditions
+        else:
+            loaded = load(folder, dtype, device)
+            engine, models = loaded.engine, {arm: loaded.model}
+            data = measure_distances(section, models, load(teacher, dtype, device).model, sequences, seed)[arm]
+    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started, control)
+    finished(out)
 
 
 def folder_identity(source: Checkpoint) -> str:
@@ -252,12 +363,12 @@ def folder_identity(source: Checkpoint) -> str:
 
 def test_sequences(
     section: Fidelity, parts: list[text.Part], tokenizer: Any, seed: int, teacher: Checkpoint
-) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+) -> tuple[packing.Sequences, dict[str, Any]]:
     """The test split as token sequences, and the settings that two comparable records share."""
     sequences = packing.sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
     used = text.digest_documents(parts)
-    settings = {**section.model_dump(mode="json"), "text": used, "seed": seed, "teacher": teacher.digest}
-    return sequences.pairs, {**settings, "sources": sequences.sources}
+    settings = {**section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
+    return sequences, {**settings, "sources": sequences.sources}
 
 
 def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:
@@ -270,22 +381,6 @@ def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str,
     }
 
 
-def score(model: Any, tokenizer: Any, section: Accuracy, seed: int) -> Any:
-    """Accuracy through lm-eval, with a progress bar over its requests."""
-    from harness.accuracy import measure_accuracy
-
-    with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return measure_accuracy(
-            model, tokenizer, section.tasks, limit=section.limit, n_shot=section.n_shot,
-            batch_size=section.batch_size, seed=seed, progress=progress,
-        )  # fmt: skip
-
-
 def write_record(
     path: Path,
     arm: str,
@@ -295,13 +390,14 @@ def write_record(
     engine: Engine,
     data: Data,
     started: float,
+    control: dict[str, Any] | None = None,
 ) -> None:
-    """Stamp a measurement with its provenance and write it."""
+    """Stamp a measurement with its provenance and write it. control: see `Record`."""
     from harness import records
 
     record = records.Record(
         arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
         provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data,
+        data=data, control=control,
     )  # fmt: skip
     records.write(record, path)

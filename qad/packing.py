@@ -202,10 +202,11 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Evaluation text: (document key, int64 [T]) pairs, and the tokens of each source."""
+    """Evaluation text: (document key, int64 [T]) pairs, the source of each, and the tokens of each source."""
 
     pairs: list[tuple[str, Tensor]]
     sources: dict[str, int]
+    domains: list[str]
 
 
 def sequences(
@@ -217,15 +218,17 @@ def sequences(
     Raises DataError where the text is too short.
     """
     chosen: list[tuple[str, Tensor]] = []
+    domains: list[str] = []
     draw = Draw(parts, seed)
     for part, doc in draw:
         ids = encode(tokenizer, doc)[:seq_len]
         if len(ids) < minimum:
             continue
         chosen.append((doc.key[:16], torch.tensor(ids)))
+        domains.append(parts[part].name)
         draw.taken[part] += len(ids)
         if sum(draw.taken) >= tokens:
-            return Sequences(chosen, draw.sources)
+            return Sequences(chosen, draw.sources, domains)
     raise DataError(
         f"the test split needs {tokens:,} tokens in documents of {minimum} or more but {draw.exhausted}: "
         "ask for fewer or give more text"

@@ -77,7 +77,8 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
-        for kind in ("memory", "fidelity", "accuracy", "throughput"):
+        kinds = ["memory", "fidelity", "accuracy", "throughput"] + ["noise_floor"] * recipe.measure.noise_floor
+        for kind in kinds:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
@@ -120,7 +121,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     from harness.policy import load_policy
     from harness.recovery import compare
     from qad.acceptance import require_own
-    from qad.comparing import verdict_on
+    from qad.comparing import noise_lines, verdict_on
     from reports.card import recovery_table
     from reports.load import load_records
     from reports.numbers import clean
@@ -135,6 +136,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
         )
     require_own(out)
     comparison = compare(records)
+    records = [record for record in records if record.control is None]
     verdict = verdict_on(comparison, rules)
     try:
         paths = render(out, comparison, records, verdict)
@@ -143,7 +145,8 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
         ) from error
-    say(summary_text(comparison, records))
+    for line in (summary_text(comparison, records), *noise_lines(comparison)):
+        say(line)
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")

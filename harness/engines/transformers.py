@@ -29,8 +29,9 @@ class LoadedModel:
     engine: Engine
 
 
-def load(folder: Path, dtype: str, device: str) -> LoadedModel:
-    """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N.
+def load(folder: Path, dtype: str, device: str, attention: str | None = None) -> LoadedModel:
+    """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N. attention: sdpa, eager, ...;
+    None is transformers' choice.
 
     Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device.
     """
@@ -42,7 +43,7 @@ def load(folder: Path, dtype: str, device: str) -> LoadedModel:
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(folder, allow_quantized=True)
     tokenizer = load_tokenizer(checkpoint.folder)
-    model = load_model(checkpoint, dtype, device)
+    model = load_model(checkpoint, dtype, device, attention)
     algorithm = algorithm_of(checkpoint.config)
     return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm))
 

@@ -145,3 +145,125 @@ def test_bad_input(tiny: LoadedModel, table_model: Model) -> None:
         measure_fidelity({"bf16": model}, model, [("a", torch.tensor([0, 1]))], "text")
     with pytest.raises(DataError, match="token id 512 is beyond the vocabulary of 512"):
         measure_fidelity({}, tiny.model, [("a", torch.tensor([0, 512]))], "text")
+
+
+# --- strata, layers, continuations ---
+
+
+def test_strata_add_up_to_the_whole(tiny: LoadedModel) -> None:
+    text = sequences([40, 33, 40])
+    data = measure_fidelity({"q": perturbed(tiny)}, tiny.model, text, "text", domains=["a", "b", "a"])["q"]
+    assert data.by_position is not None
+    assert data.by_entropy is not None
+    assert data.by_domain is not None
+    for strata in (data.by_position, data.by_entropy, data.by_domain):
+        for i, sequence in enumerate(data.sequences):
+            assert sum(s.tokens[i] for s in strata) == sequence.tokens
+            assert sum(s.kl_sum[i] for s in strata) == pytest.approx(sequence.kl_sum, rel=1e-9)
+            assert sum(s.top1_agree[i] for s in strata) == sequence.top1_agree
+    assert [s.name for s in data.by_position] == ["1", "2-3", "4-7", "8-15", "16-31", "32-63"]
+    assert [s.tokens for s in data.by_position][-1] == [8, 1, 8]
+    assert {s.name: s.tokens for s in data.by_domain} == {"a": [39, 0, 39], "b": [0, 32, 0]}
+    assert len(data.by_entropy) == 10
+    assert {sum(s.tokens) for s in data.by_entropy} <= {11, 12}
+    one_source = measure_fidelity({}, tiny.model, text, "text", domains=["a", "a", "a"])["bf16"]
+    assert one_source.by_domain is None
+
+
+def test_entropy_deciles_go_by_the_teacher(table_model: Model) -> None:
+    """The teacher is sure after token 0 and knows nothing after token 1; the student errs only where it is sure."""
+    teacher = table_model(torch.tensor([[9.0, 0.0], [0.0, 0.0]]))
+    student = table_model(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
+    ids = torch.tensor([0, 1, 0, 1, 0, 1, 1])
+    data = measure_fidelity({"q": student}, teacher, [("a", ids)], "text")["q"]
+    assert data.by_entropy is not None
+    sure, unsure = data.by_entropy
+    assert (sure.tokens, unsure.tokens) == ([3], [3])
+    assert sure.kl_sum[0] == pytest.approx(data.sequences[0].kl_sum)
+    assert unsure.kl_sum == [0.0]
+    assert unsure.name.endswith(": 0.693-0.693 nats")
+
+
+def test_layers_by_hand(tiny: LoadedModel) -> None:
+    import copy
+
+    from harness.layers import measure_layers
+
+    same, changed = copy.deepcopy(tiny.model), copy.deepcopy(tiny.model)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight.zero_()
+    text = sequences([12, 9])
+    found = measure_layers({"same": same, "changed": changed}, tiny.model, text)
+    assert [layer.name for layer in found["same"]] == ["embedding", "layer 1", "layer 2"]
+    assert [layer.error for layer in found["same"]] == [0.0] * 3
+    errors = [layer.error for layer in found["changed"]]
+    assert errors[:2] == [0.0, 0.0]
+    with torch.no_grad():
+        hidden = [
+            [m(ids[None], output_hidden_states=True).hidden_states[2] for _, ids in text] for m in (tiny.model, changed)
+        ]
+    top = sum(float(((a - b).double() ** 2).sum()) for a, b in zip(*hidden, strict=True))
+    assert errors[2] == pytest.approx(top / sum(float((a.double() ** 2).sum()) for a in hidden[0]), rel=1e-4)
+
+
+def test_continuations_by_hand(tiny: LoadedModel) -> None:
+    import copy
+
+    from harness.continuations import measure_continuations
+
+    text = sequences([20, 9, 30])
+    students = {"same": copy.deepcopy(tiny.model), "far": perturbed(tiny, 0.5)}
+    found = measure_continuations(students, tiny.model, text, prompt_tokens=10, new_tokens=6)
+    assert [entry.cluster for entry in found["same"]] == ["doc0", "doc2"], (
+        "what is no longer than its prompt is left out"
+    )
+    for entry in found["same"]:
+        assert not entry.diverged
+        assert entry.nll_student == entry.nll_teacher > 0
+    assert any(entry.diverged and entry.equal < 6 for entry in found["far"])
+    assert found == measure_continuations(students, tiny.model, text, prompt_tokens=10, new_tokens=6)
+    own = []
+    for model in (tiny.model, students["far"]):
+        ids = text[0][1][:10]
+        with torch.no_grad():
+            for _ in range(6):
+                ids = torch.cat([ids, model(ids[None], use_cache=False).logits[0, -1].argmax()[None]])
+        own.append(ids[10:].tolist())
+    equal = next((i for i, (a, b) in enumerate(zip(*own, strict=True)) if a != b), 6)
+    assert found["far"][0].equal == equal
+    with pytest.raises(DataError, match=r"no sequence .* longer than a prompt of 99"):
+        measure_continuations(students, tiny.model, text, prompt_tokens=99, new_tokens=6)
+
+
+def test_a_comparison_shows_the_strata(tiny: LoadedModel) -> None:
+    import dataclasses
+
+    from harness.continuations import measure_continuations
+    from harness.distance import compare_fidelity
+    from harness.layers import measure_layers
+    from harness.records import Record, from_json, to_json
+
+    student, text = perturbed(tiny), sequences([40, 33, 40, 25])
+    data = measure_fidelity({"ptq": student}, tiny.model, text, "text", domains=["a", "b", "a", "b"])["ptq"]
+    students = {"ptq": student}
+    data = dataclasses.replace(
+        data,
+        by_layer=measure_layers(students, tiny.model, text)["ptq"],
+        continuations=measure_continuations(students, tiny.model, text, prompt_tokens=8, new_tokens=4)["ptq"],
+    )
+    record = Record("ptq", "tiny", "hash", tiny.engine, {}, {}, "", 1.0, data)
+    assert from_json(to_json(record)) == record
+    row = compare_fidelity({"ptq": record}, []).rows["ptq"]
+    assert list(row.by_domain) == ["a", "b"]
+    assert len(row.by_entropy) == 10
+    assert row.by_position["1"].value == pytest.approx(sum(data.by_position[0].kl_sum) / 4)  # type: ignore[index]
+    whole = sum(e.value * sum(s.tokens) for e, s in zip(row.by_domain.values(), data.by_domain or [], strict=True))
+    assert whole / row.tokens == pytest.approx(row.kl.value)
+    assert row.by_domain["a"].clusters == 2
+    assert list(row.by_layer) == ["embedding", "layer 1", "layer 2"]
+    assert row.equal_tokens is not None
+    assert row.diverged is not None
+    assert 0 <= row.diverged.value <= 1
+    assert row.written_ratio is not None
+    assert row.written_ratio.value > 1
+    assert row.bound == ""

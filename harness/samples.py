@@ -1,0 +1,93 @@
+"""Every sample of an accuracy measurement, as a Parquet file beside its record: MEASURE/ARM/accuracy.samples.parquet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from qad.errors import DataError
+
+SUFFIX = ".samples.parquet"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One answer under one filter. repeat: 0, 1, ... of one question; seed: what it was drawn with.
+
+    tokens, thinking_tokens: generated; None for a task that generates nothing, or where nobody counted. finish: stop,
+    length, error or "". text: all that was said, thinking included; of a multiple-choice task the choice. scored: what the
+    filter left of it.
+    """
+
+    task: str
+    filter: str
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    cluster: str
+    repeat: int
+    seed: int
+    score: float
+    metric: str
+    tokens: int | None
+    thinking_tokens: int | None
+    finish: str
+    loops: bool
+    empty: bool
+    prompt: str
+    target: str
+    text: str
+    scored: str
+
+
+def samples_path(record: Path) -> Path:
+    """Where the samples of a record lie."""
+    return record.with_name(record.stem + SUFFIX)
+
+
+def write_samples(samples: list[Sample], path: Path) -> None:
+    """Write aside, then rename."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {f.name: [_text_safe(getattr(s, f.name)) for s in samples] for f in dataclasses.fields(Sample)}
+    table = pa.table(columns, schema=_schema())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Raises DataError where the file is missing or is none of these."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return [Sample(**row) for row in pq.read_table(path, schema=_schema()).to_pylist()]
+    except (OSError, pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{path} holds no samples ({str(error).splitlines()[0]}): measure the arm again") from error
+
+
+def _text_safe(value: Any) -> Any:
+    """A lone surrogate, which a tokenizer may leave, is not UTF-8."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+@functools.cache
+def _schema() -> Any:
+    import pyarrow as pa
+
+    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    hints = typing.get_type_hints(Sample)
+    fields = []
+    for field in dataclasses.fields(Sample):
+        hint = hints[field.name]
+        optional = isinstance(hint, types.UnionType)
+        kind = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
+        fields.append(pa.field(field.name, kinds[kind], nullable=optional))
+    return pa.schema(fields)

@@ -1,0 +1,56 @@
+"""The fidelity section of a recipe: distance on the test text, and what else of it the section asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from qad.config import Fidelity
+from qad.packing import Sequences
+
+if TYPE_CHECKING:
+    from harness.records import FidelityData
+
+_EXTRAS = ("per_layer", "new_tokens", "prompt_tokens")
+
+
+def section_settings(section: Fidelity) -> dict[str, Any]:
+    """For the record: extras only where they are asked for, so that records without them stay comparable."""
+    settings = section.model_dump(mode="json", exclude=set(_EXTRAS))
+    if section.per_layer:
+        settings["per_layer"] = True
+    if section.new_tokens:
+        settings |= {"new_tokens": section.new_tokens, "prompt_tokens": section.prompt_tokens}
+    return settings
+
+
+def measure_distances(
+    section: Fidelity,
+    students: Mapping[str, Any],
+    teacher: Any,
+    text: Sequences,
+    seed: int,
+    progress: Callable[[int], object] | None = None,
+    teacher_name: str = "bf16",
+) -> dict[str, FidelityData]:
+    """As harness.fidelity.measure_fidelity; the extras are in the students' data."""
+    from harness.continuations import measure_continuations
+    from harness.fidelity import measure_fidelity
+    from harness.layers import measure_layers
+
+    measured = measure_fidelity(
+        students, teacher, text.pairs, section.data.name, progress, teacher_name=teacher_name, domains=text.domains
+    )
+    if not students:
+        return measured
+    if section.per_layer:
+        for name, layers in measure_layers(students, teacher, text.pairs).items():
+            measured[name] = dataclasses.replace(measured[name], by_layer=layers)
+    if section.new_tokens:
+        written = measure_continuations(
+            students, teacher, text.pairs, prompt_tokens=section.prompt_tokens, new_tokens=section.new_tokens, seed=seed
+        )
+        for name, entries in written.items():
+            measured[name] = dataclasses.replace(measured[name], continuations=entries)
+    return measured
