@@ -15,6 +15,8 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from harness.serving.measured import ServingData
+
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
 ARMS = ("bf16", "ptq", "qad")  # what every run has
@@ -255,8 +257,8 @@ class ThroughputData:
 
 # --- the record ----------------------------------------------------------------------------------
 
-Data = MemoryData | FidelityData | AccuracyData | ScoresData | ThroughputData
-_DATA: dict[str, type[Any]] = {d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ScoresData, ThroughputData)}
+Data = MemoryData | FidelityData | AccuracyData | ScoresData | ThroughputData | ServingData
+_DATA: dict[str, type[Any]] = {d.KIND: d for d in get_args(Data)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from harness.intervals import Floats, Interval, Ints, mean_interval, paired_rati
 from harness.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from harness.published import published_rows, sources
 from harness.records import MemoryData, Record, TaskScore, arm_order
+from harness.serving.compare import compare_serving
 from harness.speed import compare_throughput, emulated, failure_shares
 
 
@@ -63,8 +64,9 @@ def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
         median_gain=_median_gain(benchmarks),
         memory_ratio=_memory_ratio(kinds.get("memory", {})),
         failure_share=failure_shares(kinds.get("throughput", {})),
-        emulated=emulated(kinds.get("throughput", {})),
+        emulated=emulated({**kinds.get("serving", {}), **kinds.get("throughput", {})}),
         sources=sources(kinds.get("scores", {})),
+        serving_ratio=compare_serving(kinds.get("serving", {}), notes),
     )
 
 
