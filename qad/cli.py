@@ -93,9 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
-    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput"])
-    sub.add_argument("folder", type=Path, metavar="HF_DIR")
-    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON record to write")
+    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput", "import"])
+    sub.add_argument("folder", type=Path, metavar="HF_DIR", help="checkpoint; import: a load tool's result file")
+    sub.add_argument("more", type=Path, nargs="*", metavar="HF_DIR",
+                     help="throughput by an engine: further arms, measured interleaved")  # fmt: skip
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON record to write; several arms: a folder"
+    )
     sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
     sub.add_argument("--teacher", type=Path, metavar="DIR", help="fidelity: the BF16 original")
     sub.add_argument(
@@ -110,13 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument(
-        "--engine", choices=["transformers", "vllm", "trtllm"], help="memory: start this engine and ask it"
+        "--engine", choices=["transformers", "vllm", "trtllm"], help="memory, throughput: start this engine and ask it"
     )
     sub.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
     sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
     sub.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
                      help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
                      "may be repeated")  # fmt: skip
+    _load(sub)
 
     sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
@@ -158,6 +163,28 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+
+
+def _load(parser: argparse.ArgumentParser) -> None:
+    """What a served checkpoint is asked for; throughput with --engine vllm|trtllm or --server, and import."""
+    parser.add_argument("--server", metavar="URL", help="throughput: a server that runs, http://HOST:PORT")
+    parser.add_argument("--server-log", type=Path, metavar="FILE", help="what that server printed, to name its kernels")
+    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16], metavar="N,N", help="default: 1,4,16")
+    parser.add_argument("--isl", type=_counts, default=[128], metavar="N,N", help="input tokens (default: 128)")
+    parser.add_argument("--osl", type=_counts, default=[128], metavar="N,N", help="output tokens (default: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every cell (default: 3)")
+    parser.add_argument("--requests", type=int, help="requests a run (default: 4 x concurrency, at least 16)")
+    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
+    parser.add_argument(
+        "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
+    )
+    parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
+    parser.add_argument("--from", dest="tool", choices=["vllm", "sglang", "aiperf", "guidellm", "trtllm"],
+                        help="import: tool that wrote the file (default: told from its contents)")  # fmt: skip
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
@@ -276,6 +303,10 @@ def _fixed(args: argparse.Namespace) -> Path:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    if args.kind == "import" or args.server or (args.kind == "throughput" and args.engine in ("vllm", "trtllm")):
+        return _measure_served(args)
+    if args.more:
+        raise UsageError(f"{args.kind} takes one folder; several arms need throughput with --engine vllm or trtllm")
     from qad.config import parse_section
     from qad.measuring import EngineChoice, measure_folder
 
@@ -295,6 +326,24 @@ def _measure(args: argparse.Namespace) -> int:
                    dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
+
+
+def _measure_served(args: argparse.Namespace) -> int:
+    from harness.records import ARMS
+    from qad.serving import Serving, import_served, measure_served
+
+    if args.kind == "import":
+        return import_served(args.folder, args.tool, args.arm, args.out, _say)
+    if args.kind != "throughput":
+        raise UsageError(f"--server measures throughput, not {args.kind}")
+    from harness.serving.sweep import Plan
+
+    folders = [args.folder, *args.more]
+    arms = args.arm.split(",") if args.arm != "custom" or len(folders) == 1 else list(ARMS[: len(folders)])
+    plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
+    serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
+                      args.server_log, args.driver, args.driver_python)  # fmt: skip
+    return measure_served(folders, arms, args.out, plan, serving, _say)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -111,7 +111,9 @@ def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm:
     if limits:
         axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
     face = colour if limits else "none"
-    axes.plot([x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3)
+    axes.plot(
+        [x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3
+    )
 
 
 def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
@@ -309,7 +311,9 @@ def arm_marker(arm: str) -> str:
 
 def arm_legend(figure: Any, axes: Any, arms: list[str]) -> None:
     handles = [
-        axes.plot([], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
+        axes.plot(
+            [], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm)
+        )[0]
         for arm in arms
     ]
     figure.legend(handles, [arm_name(arm) for arm in arms], loc="outside upper left", ncols=len(arms))

@@ -44,7 +44,11 @@ def serving_table(comparison: Comparison, records: list[Record]) -> Table | None
 
 
 def _group(
-    comparison: Comparison, name: str, arms: list[str], by_arm: dict[str, dict[str, LoadCell]], records: dict[str, Record]
+    comparison: Comparison,
+    name: str,
+    arms: list[str],
+    by_arm: dict[str, dict[str, LoadCell]],
+    records: dict[str, Record],
 ) -> Group:
     summaries = {arm: summarize(by_arm[arm][name]) for arm in arms if name in by_arm[arm]}
 
@@ -143,7 +147,9 @@ def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | Non
         for axes, shape in zip(panels, shapes, strict=True):
             for arm in arms:
                 points = found[arm].get(shape, [])
-                axes.plot([p.tpot_ms for p in points], [p.tokens_per_s for p in points], color=arm_colour(arm), linewidth=1.4)
+                axes.plot(
+                    [p.tpot_ms for p in points], [p.tokens_per_s for p in points], color=arm_colour(arm), linewidth=1.4
+                )
                 for p in points:
                     face = arm_colour(arm) if p.efficient else "none"
                     axes.plot([p.tpot_ms], [p.tokens_per_s], marker=arm_marker(arm), color=arm_colour(arm),

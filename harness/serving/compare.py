@@ -1,7 +1,7 @@
 """Serving records of the arms -> speed as ratios to bf16, cell by cell, from interleaved repeats.
 
 tokens_per_s is candidate / bf16 (above 1 is faster), ttft_ms and tpot_ms are bf16 / candidate, so that above 1 is better
-in all of them. Each repeat gives one value (throughput of its window, median over its requests); repeat i is paired with repeat i.
+in all of them. A repeat gives one value (throughput of its window, median over its requests), paired with bf16's same repeat.
 """
 
 from __future__ import annotations
@@ -98,6 +98,4 @@ def _ratio(top: list[float | None], bottom: list[float | None]) -> Estimate | No
     tops, bottoms = [t for t, _ in pairs], [b for _, b in pairs]
     value = math.exp(sum(math.log(t / b) for t, b in pairs) / len(pairs))
     interval = log_ratio_t(tops, bottoms)
-    return Estimate(
-        value, interval.low, interval.high, len(pairs), interval.clusters, interval.method, interval.note
-    )
+    return Estimate(value, interval.low, interval.high, len(pairs), interval.clusters, interval.method, interval.note)

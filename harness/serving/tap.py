@@ -60,9 +60,7 @@ def tap(server_url: str) -> Iterator[Tap]:
         found = Tap("", loop)
 
         async def listen() -> asyncio.Server:
-            return await loop.create_server(
-                lambda: _ClientSide(found, host, port), "127.0.0.1", 0, backlog=_BACKLOG
-            )
+            return await loop.create_server(lambda: _ClientSide(found, host, port), "127.0.0.1", 0, backlog=_BACKLOG)
 
         server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
         own_port = server.sockets[0].getsockname()[1]

@@ -92,7 +92,9 @@ class _Message:
 def exchanges(connection: Connection) -> list[Exchange]:
     """The requests of one connection with their answers, in order."""
     asked = list(_messages(connection.sent.data, is_request=True))
-    answered = [m for m in _messages(connection.received.data, is_request=False) if not m.line.split()[1].startswith("1")]
+    answered = [
+        m for m in _messages(connection.received.data, is_request=False) if not m.line.split()[1].startswith("1")
+    ]
     return [
         _exchange(connection, request, answered[i] if i < len(answered) else None) for i, request in enumerate(asked)
     ]
