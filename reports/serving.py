@@ -134,8 +134,8 @@ def _rate(value: float | None) -> str:
 
 
 def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | None:
-    """Throughput against time per output token, a line an arm over its concurrencies; one panel a shape. Open markers: another cell
-    of the same arm is better in both."""
+    """Throughput against time per output token, a line an arm over its concurrencies; one panel a shape. An open marker is
+    beaten in both by another cell of the same arm."""
     found = {arm: pareto(record) for arm, record in serving_of(records).items()}
     arms = [arm for arm in comparison.arms if any(found.get(arm, {}).values())]
     shapes: list[Shape] = list(dict.fromkeys(shape for arm in arms for shape in found[arm]))

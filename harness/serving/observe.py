@@ -17,6 +17,7 @@ from typing import Any
 from harness.serving.measured import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
+import itertools
 
 CountTokens = Callable[[str], int]
 _REASONING = ("reasoning_content", "reasoning")
@@ -177,7 +178,7 @@ def _success(start_s: float, reading: _Reading, count_tokens: CountTokens | None
 def _tokens_per_chunk(reading: _Reading, output: int | None) -> list[float]:
     if all(count is not None for count in reading.counts):
         counts = [0, *(count or 0 for count in reading.counts)]
-        return [float(b - a) for a, b in zip(counts, counts[1:], strict=False)]
+        return [float(b - a) for a, b in itertools.pairwise(counts)]
     return [(output or 0) / len(reading.times)] * len(reading.times)
 
 
@@ -192,7 +193,7 @@ def _first_chunk(reading: _Reading, output: int | None, count_tokens: CountToken
 
 
 def _gaps(times: list[float]) -> Gaps:
-    gaps = [1000 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+    gaps = [1000 * (b - a) for a, b in itertools.pairwise(times)]
     if not gaps:
         return Gaps(None, None, None)
     return Gaps(statistics.fmean(gaps), statistics.median(gaps), max(gaps))

@@ -169,7 +169,8 @@ def _instant_server() -> Iterator[str]:
     """The mock server as a process of its own, so that it shares no interpreter with the tap."""
     command = [sys.executable, "-m", "harness.serving.mock_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin and process.stdout
+        assert process.stdin
+        assert process.stdout
         try:
             yield process.stdout.readline().strip()
         finally:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from harness.serving.measured import Window
+import itertools
 
 Span = tuple[float, float]  # start, end, s
 TokenEvent = tuple[float, float]  # time s, tokens
@@ -24,7 +25,7 @@ def active_requests(spans: Sequence[Span]) -> tuple[int, float]:
     """Peak and time-weighted mean of the requests under way between the first start and the last end."""
     steps = _steps(spans)
     peak = max(active for _, active in steps)
-    total = sum(active * (b - a) for (a, active), (b, _) in zip(steps, steps[1:], strict=False))
+    total = sum(active * (b - a) for (a, active), (b, _) in itertools.pairwise(steps))
     length = steps[-1][0] - steps[0][0]
     return peak, total / length if length > 0 else float(peak)
 
@@ -35,7 +36,7 @@ def steady_window(spans: Sequence[Span], events: Sequence[TokenEvent]) -> Window
     needed = SHARE * max(active for _, active in steps)
     turnaround = TURNAROUND * statistics.median(end - start for start, end in spans)
     found: list[Span] = []
-    for (start, active), (end, _) in zip(steps, steps[1:], strict=False):
+    for (start, active), (end, _) in itertools.pairwise(steps):
         if active < needed or end <= start:
             continue
         if found and start - found[-1][1] <= turnaround:

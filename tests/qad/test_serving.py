@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_client import TinyDriver
 
 from harness.records import read
 from harness.serving import drivers
@@ -15,11 +15,6 @@ from harness.serving.measured import ServingData
 from harness.serving.mock_server import Script, at_once, mock_server, tokens
 from harness.serving.statistics import summarize
 from qad.cli import main
-
-SPEC = importlib.util.spec_from_file_location("small_client", Path(__file__).parents[1] / "harness/serving/conftest.py")
-assert SPEC and SPEC.loader
-small_client = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(small_client)
 
 
 def measure(folder: Path, out: Path, url: str, *more: str) -> int:
@@ -29,7 +24,7 @@ def measure(folder: Path, out: Path, url: str, *more: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "choose_driver", lambda name, python: small_client.TinyDriver())
+    monkeypatch.setattr(drivers, "choose_driver", lambda name, python: TinyDriver())
 
 
 def failing(body: dict[str, Any]) -> Any:

@@ -133,7 +133,7 @@ def test_trtllm_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [{}, [], [1], "x", {"benchmarks": [{}]}, {"kind": "memory"}])
 def test_what_is_no_result_file_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no result file|no requests"):
+    with pytest.raises(DataError, match=r"no result file|no requests"):
         import_results(written(tmp_path, value))
 
 
