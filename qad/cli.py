@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qad import __version__
+from qad import __version__, serving_options
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
                      help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
                      "may be repeated")  # fmt: skip
-    _load(sub)
+    serving_options.add(sub)
 
     sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
@@ -163,28 +163,6 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
-
-
-def _load(parser: argparse.ArgumentParser) -> None:
-    """What a served checkpoint is asked for; throughput with --engine vllm|trtllm or --server, and import."""
-    parser.add_argument("--server", metavar="URL", help="throughput: a server that runs, http://HOST:PORT")
-    parser.add_argument("--server-log", type=Path, metavar="FILE", help="what that server printed, to name its kernels")
-    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16], metavar="N,N", help="default: 1,4,16")
-    parser.add_argument("--isl", type=_counts, default=[128], metavar="N,N", help="input tokens (default: 128)")
-    parser.add_argument("--osl", type=_counts, default=[128], metavar="N,N", help="output tokens (default: 128)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every cell (default: 3)")
-    parser.add_argument("--requests", type=int, help="requests a run (default: 4 x concurrency, at least 16)")
-    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
-    parser.add_argument(
-        "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
-    )
-    parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
-    parser.add_argument("--from", dest="tool", choices=["vllm", "sglang", "aiperf", "guidellm", "trtllm"],
-                        help="import: tool that wrote the file (default: told from its contents)")  # fmt: skip
-
-
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
@@ -303,10 +281,8 @@ def _fixed(args: argparse.Namespace) -> Path:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    if args.kind == "import" or args.server or (args.kind == "throughput" and args.engine in ("vllm", "trtllm")):
-        return _measure_served(args)
-    if args.more:
-        raise UsageError(f"{args.kind} takes one folder; several arms need throughput with --engine vllm or trtllm")
+    if serving_options.asked(args):
+        return serving_options.run(args, _say)
     from qad.config import parse_section
     from qad.measuring import EngineChoice, measure_folder
 
@@ -326,24 +302,6 @@ def _measure(args: argparse.Namespace) -> int:
                    dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
     _say(f"record: {args.out}")
     return 0
-
-
-def _measure_served(args: argparse.Namespace) -> int:
-    from harness.records import ARMS
-    from qad.serving import Serving, import_served, measure_served
-
-    if args.kind == "import":
-        return import_served(args.folder, args.tool, args.arm, args.out, _say)
-    if args.kind != "throughput":
-        raise UsageError(f"--server measures throughput, not {args.kind}")
-    from harness.serving.sweep import Plan
-
-    folders = [args.folder, *args.more]
-    arms = args.arm.split(",") if args.arm != "custom" or len(folders) == 1 else list(ARMS[: len(folders)])
-    plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
-    serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
-                      args.server_log, args.driver, args.driver_python)  # fmt: skip
-    return measure_served(folders, arms, args.out, plan, serving, _say)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from typing import Any
 from harness.serving.measured import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
-import itertools
 
 CountTokens = Callable[[str], int]
 _REASONING = ("reasoning_content", "reasoning")

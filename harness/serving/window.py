@@ -9,11 +9,11 @@ not end the interval.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
 from harness.serving.measured import Window
-import itertools
 
 Span = tuple[float, float]  # start, end, s
 TokenEvent = tuple[float, float]  # time s, tokens
