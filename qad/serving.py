@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from qad.measuring import folder_identity, write_record
 from qad.source import open_checkpoint
 
 if TYPE_CHECKING:
-    from harness.records import Record
+    from harness.records import Engine, Record
     from harness.serving.measured import ServingData
     from harness.serving.sweep import Plan
 
@@ -49,9 +51,6 @@ def measure_served(
 
     Raises UsageError for arms that do not fit the folders, or several of them behind one running server.
     """
-    from harness.serving.drivers import choose_driver
-    from harness.serving.sweep import measure_serving
-
     if len(arms) != len(folders) or len(set(arms)) != len(arms):
         raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")
     if serving.url and len(folders) > 1:
@@ -59,14 +58,10 @@ def measure_served(
             "one running server is one arm: measure each with its own --server, or let --engine start them"
         )
     sources = {arm: open_checkpoint(folder, allow_quantized=True) for arm, folder in zip(arms, folders, strict=True)}
-    driver = choose_driver(serving.driver, serving.driver_python or _beside_engine(serving))
     paths = {arm: out if len(arms) == 1 else out / arm / "serving.json" for arm in arms}
-    out.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    starts = {arm: _start(serving, source.folder, paths[arm]) for arm, source in sources.items()}
-    measured = measure_serving(starts, plan, driver, folders[0], say)
-    settings = {**dataclasses.asdict(plan), "dtype": serving.dtype, "options": list(serving.options),
-                "max_model_len": serving.max_model_len, "machine": digest_of(provenance.environment())}  # fmt: skip
+    measured = measure_arms({arm: (source.folder, paths[arm]) for arm, source in sources.items()}, plan, serving, say)
+    settings = serving_settings(plan, serving)
     for arm, (data, engine) in measured.items():
         write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data,
                      started)  # fmt: skip
@@ -74,9 +69,36 @@ def measure_served(
     return _report({arm: data for arm, (data, _) in measured.items()}, say)
 
 
-def _beside_engine(serving: Serving) -> str | None:
-    """vLLM's own load tool lives in the engine's environment."""
-    return serving.python if serving.driver == "vllm" else None
+def measure_arms(
+    places: Mapping[str, tuple[Path, Path]], plan: Plan, serving: Serving, say: Callable[[str], None]
+) -> dict[str, tuple[ServingData, Engine]]:
+    """arm -> what was measured, and what served it. places: arm -> its folder, and its record, beside which the log goes."""
+    from harness.serving.drivers import choose_driver
+    from harness.serving.sweep import measure_serving
+
+    driver = choose_driver(serving.driver, _load_pythons(serving))
+    starts = {arm: _start(serving, folder, record) for arm, (folder, record) in places.items()}
+    tokenizer_folder = next(iter(places.values()))[0]
+    return measure_serving(starts, plan, driver, tokenizer_folder, say)
+
+
+def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
+    """Speeds are comparable on the same machine with the same packages only."""
+    return {**dataclasses.asdict(plan), "dtype": serving.dtype, "options": list(serving.options),
+            "max_model_len": serving.max_model_len, "machine": digest_of(provenance.environment())}  # fmt: skip
+
+
+def _load_pythons(serving: Serving) -> list[str]:
+    """Where a load tool may be: the named environment, else this one and the engine's."""
+    if serving.driver_python:
+        return [serving.driver_python]
+    pythons = [sys.executable]
+    if serving.engine:
+        from harness.engines.environment import engine_python
+
+        with contextlib.suppress(UsageError):
+            pythons.append(str(engine_python(serving.engine, serving.python)))
+    return pythons
 
 
 def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractContextManager[Any]]:

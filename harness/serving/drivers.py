@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,23 +110,30 @@ class GuideLLM:
         return {"spec": spec, "benchmarks": [{"profile.streams": load.concurrency}]}
 
 
-def choose_driver(name: str | None, python: str | None) -> Driver:
-    """name: guidellm, vllm or None for the first of them that `python` (default: this one) has. Raises UsageError."""
-    known = {"guidellm": GuideLLM, "vllm": VllmBench}
+def choose_driver(name: str | None, pythons: Sequence[str]) -> Driver:
+    """The first of `pythons` that has the tool. name: guidellm, vllm, or None for the first of them that any has.
+
+    Raises UsageError for an unknown name, and where none has it.
+    """
+    known: dict[str, type[GuideLLM] | type[VllmBench]] = {"guidellm": GuideLLM, "vllm": VllmBench}
     if name is not None and name not in known:
         raise UsageError(f"load tool {name!r} is unknown: use one of {', '.join(known)}")
-    python = python or sys.executable
     for package in [name] if name else known:
-        found = subprocess.run(
-            [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"],
-            capture_output=True, check=False,
-        )  # fmt: skip
-        if found.returncode == 0:
-            return known[package](python)
+        for python in pythons:
+            if _has(python, package):
+                return known[package](python)
     raise UsageError(
-        f"{python} has no {name or 'GuideLLM and no vLLM'}: install guidellm (the extra `serving`), or name an "
+        f"no {name or 'guidellm or vllm'} in {', '.join(pythons)}: install guidellm (the extra `serving`), or name an "
         "environment that has a load tool with --driver-python"
     )
+
+
+def _has(python: str, package: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def _prompt_file(folder: Path, load: Load) -> Path:

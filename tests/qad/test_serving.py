@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ def measure(folder: Path, out: Path, url: str, *more: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "choose_driver", lambda name, python: TinyDriver())
+    monkeypatch.setattr(drivers, "choose_driver", lambda name, pythons: TinyDriver())
 
 
 def failing(body: dict[str, Any]) -> Any:
@@ -77,6 +79,36 @@ def test_an_environment_without_a_load_tool_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.undo()
     with pytest.raises(UsageError, match="--driver-python"):
-        drivers.choose_driver("vllm", sys.executable)
+        drivers.choose_driver("guidellm", ["/nowhere/python"])
     with pytest.raises(UsageError, match="unknown"):
-        drivers.choose_driver("ab", None)
+        drivers.choose_driver("ab", [sys.executable])
+
+
+def test_arms_are_served_by_an_engine_in_turn(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine's adapter is replaced: what it is asked for, and that its kernels travel with the record."""
+    from harness.engines import server as engine_server
+    from harness.records import Engine
+
+    kernels = Engine("vllm", "0.32", "bfloat16", "cpu", "EmulationKernel (FP4 emulated)", True)
+    asked: list[tuple[str, Path, Path, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def serve(name: str, folder: Path, *, log: Path, **settings: Any) -> Any:
+        asked.append((name, folder, log, settings))
+        with mock_server() as mock:
+            yield SimpleNamespace(base_url=f"{mock.base_url}/v1", model=folder.name, engine=kernels)
+
+    monkeypatch.setattr(engine_server, "serve", serve)
+    argv = ["measure", "throughput", str(tiny_llama_dir), str(tiny_llama_dir), "--engine", "vllm", "--max-model-len", "64",
+            "--engine-option=--enforce-eager", "--dtype", "float32", "--concurrency", "1", "--isl", "40", "--osl", "4",
+            "--repeats", "2", "--requests", "2", "--out", str(tmp_path)]  # fmt: skip
+    assert main(argv) == 0
+    assert [log.parent.name for _, _, log, _ in asked] == ["bf16", "ptq", "bf16"]
+    assert asked[0][3] == {"python": None, "dtype": "float32", "max_model_len": 64, "options": ("--enforce-eager",)}
+    records = [read(tmp_path / arm / "serving.json") for arm in ("bf16", "ptq")]
+    assert [record.arm for record in records] == ["bf16", "ptq"]
+    assert {record.engine for record in records} == {kernels}
+    assert records[0].settings == records[1].settings
+    assert "EmulationKernel (FP4 emulated)" in capsys.readouterr().out
