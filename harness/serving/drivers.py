@@ -92,6 +92,7 @@ class GuideLLM:
             scenario.write_text(json.dumps(self._scenario(load, Path(folder))), encoding="utf-8")
             environment = {**os.environ, "GUIDELLM__LOGGING__CONSOLE_LOG_LEVEL": "WARNING",
                            "GUIDELLM__LOGGING__LOG_FILE": str(Path(folder) / "log"),
+                           "GUIDELLM__MAX_WORKER_PROCESSES": str(min(10, os.cpu_count() or 1)),
                            "HF_DATASETS_CACHE": str(Path(folder) / "cache"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
             command = [self.python, "-m", "guidellm", "run", "--disable-console", "-c", str(scenario)]
             _process(command, environment, Path(folder))

@@ -240,8 +240,8 @@ def _guidellm(documents: Sequence[Any]) -> list[Cell]:
     runs: list[tuple[Shape, Repeat]] = []
     for benchmark in documents[0]["benchmarks"]:
         requests = benchmark["requests"]
-        good = [_guidellm_request(r) for r in requests["successful"]]
-        bad = [_failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"]]
+        good = [_guidellm_request(r) for r in requests["successful"] or ()]
+        bad = [_failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
         streams = _guidellm_streams(benchmark)
         runs.append(((streams, None, None), _run(good + bad, None)))
     return _cells(runs)
@@ -268,7 +268,7 @@ def _guidellm_request(r: dict[str, Any]) -> Request:
     last = t.get("last_token_iteration") or t.get("last_iteration") or t["request_end"]
     start = t["request_start"]
     return _request(start, 1000 * (first - start), 1000 * (last - start), r.get("prompt_tokens"), r.get("output_tokens"),
-                    "as counted by GuideLLM")  # fmt: skip
+                    "as counted by GuideLLM", cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"))  # fmt: skip
 
 
 def _trtllm(documents: Sequence[Any]) -> list[Cell]:
