@@ -41,6 +41,9 @@ def test_one_server_measured_by_three_tools_agrees(tool: str) -> None:
     tpot = statistics.median(r.tpot_ms for r in good if r.tpot_ms is not None)
     assert ttft == pytest.approx(TTFT_MS, rel=0.1)
     assert tpot == pytest.approx(TPOT_MS, rel=0.1)
+    wire = json.loads((RECORDED / "wire.json").read_text())[tool]
+    assert tpot == pytest.approx(wire["tpot_ms"], rel=0.01), "what the tap saw of the same run"
+    assert 0 < ttft - wire["ttft_ms"] < 150, "the client's clock starts before the connection is made"
     for r in good:
         assert r.e2e_ms is not None
         assert r.ttft_ms is not None
