@@ -158,7 +158,10 @@ def _chunks(data: bytes, at: int) -> _Body:
     runs: list[tuple[int, int]] = []
     total = 0
     while (line_end := data.find(b"\r\n", at)) >= 0:
-        size = int(data[at:line_end].split(b";")[0], 16)
+        try:
+            size = int(data[at:line_end].split(b";")[0], 16)
+        except ValueError:
+            break
         first = line_end + 2
         if size == 0:
             closing = data.find(b"\r\n", first)

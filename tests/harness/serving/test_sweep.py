@@ -14,7 +14,7 @@ import pytest
 from harness.records import Engine, from_json, to_json
 from harness.serving import sweep
 from harness.serving.drivers import Load
-from harness.serving.measured import Cell, ServingData
+from harness.serving.measured import Cell, Overhead, ServingData
 from harness.serving.mock_server import MockServer, Script, at_once, mock_server, tokens
 from harness.serving.observe import observe, repeat
 from harness.serving.statistics import summarize
@@ -58,7 +58,9 @@ class Arms:
 @pytest.fixture(autouse=True)
 def _no_overhead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "overhead" not in request.node.name:
-        monkeypatch.setattr(sweep._Bench, "overhead", lambda self, concurrency: None)
+        monkeypatch.setattr(
+            sweep._Bench, "overhead", lambda self, concurrency: Overhead(concurrency, None, None, None, 0)
+        )
 
 
 def measure(arms: Arms, plan: Plan, driver: Any, words: Any, names: str = "bf16") -> dict[str, ServingData]:
