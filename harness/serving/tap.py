@@ -90,7 +90,7 @@ class _ClientSide(asyncio.Protocol):
         self.connection = Connection()
         self.upstream: asyncio.Transport | None = None
         self.held: list[bytes] = []
-        self.closed = False
+        self.closed = self.refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -104,7 +104,9 @@ class _ClientSide(asyncio.Protocol):
             transport, _ = await loop.create_connection(lambda: _ServerSide(self), self.host, self.port)
         except OSError:
             self.connection.ended_s = time.perf_counter()
-            self.transport.close()
+            self.refused = True
+            if self.held:  # else when the request is here: it was made, and it failed
+                self.transport.close()
             return
         self.upstream = transport
         for piece in self.held:
@@ -114,7 +116,9 @@ class _ClientSide(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.connection.sent.add(data, time.perf_counter())
-        if self.upstream is None:
+        if self.refused:
+            self.transport.close()
+        elif self.upstream is None:
             self.held.append(data)
         else:
             self.upstream.write(data)
