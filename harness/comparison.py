@@ -161,7 +161,8 @@ class Comparison:
     at several) -> speed / bf16's. not_compared: what was left out and why.
     contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
     minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
-    whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from.
+    whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from. serving_ratio: arm ->
+    cell -> tokens_per_s, ttft_ms, tpot_ms relative to bf16's, above 1 is better; cells that may not be compared are missing.
     outputs: the generated benchmarks, what their answers looked like. noise_floor: arm -> it against itself.
     """
 
@@ -180,6 +181,7 @@ class Comparison:
     failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     emulated: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    serving_ratio: dict[str, dict[str, dict[str, Estimate]]] = dataclasses.field(default_factory=dict)
     outputs: list[OutputRow] = dataclasses.field(default_factory=list)
     noise_floor: dict[str, NoiseFloor] = dataclasses.field(default_factory=dict)
 

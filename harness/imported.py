@@ -7,6 +7,7 @@ CSV             benchmark,bf16,ptq,qad or benchmark,arm,score: printed means, wi
 lm-eval         a folder with results_DATE.json, and samples_TASK_DATE.jsonl where --log_samples was given: with
                 samples, items that are paired; without, printed means with their standard error.
 NeMo Evaluator  results.jsonl, or a folder of BENCHMARK/results.jsonl: one line a problem and repeat.
+load tools      result files of vLLM bench, SGLang, AIPerf, GuideLLM, trtllm-bench: speed, see harness.serving.imports.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from harness.foreign import MODEL, imported_record
 from harness.lm_eval_results import lm_eval_records
 from harness.records import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
+from harness.serving.imports import import_results, is_load_result
 from qad.artifact import digest_of
 from qad.errors import DataError
 
@@ -36,6 +38,8 @@ def read_imported(path: Path, arm: str) -> list[Record] | None:
     """
     if path.suffix.lower() == ".csv" and path.is_file():
         return _csv_records(path, arm)
+    if path.is_file() and is_load_result(path):
+        return [serving_record(path, arm)]
     if path.suffix.lower() == ".jsonl" and path.is_file():
         return [_nemo_record([path], path.parent.name or path.stem, path, arm)]
     if not path.is_dir():
@@ -45,6 +49,12 @@ def read_imported(path: Path, arm: str) -> list[Record] | None:
         return lm_eval_records(results, path, arm)
     bundles = sorted(path.rglob("results.jsonl"))
     return [_nemo_record(bundles, "", path, arm)] if bundles else None
+
+
+def serving_record(path: Path, arm: str, tool: str | None = None) -> Record:
+    """A load tool's result file. tool: see `import_results`, which also says what is raised."""
+    data, found = import_results(path, tool)
+    return imported_record(arm, data, {}, found, [path], f"a result file of {data.driver}", path.name, MODEL)
 
 
 # --- CSV -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from harness.fidelity_data import FidelityData as FidelityData
 from harness.fidelity_data import FidelitySequence as FidelitySequence
 from harness.fidelity_data import FidelityStratum as FidelityStratum
 from harness.fidelity_data import LayerDistance as LayerDistance
+from harness.serving.measured import ServingData
 
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
@@ -304,10 +305,8 @@ class ParityData:
 
 # --- the record ----------------------------------------------------------------------------------
 
-Data = MemoryData | FidelityData | AccuracyData | ScoresData | ThroughputData | ParityData
-_DATA: dict[str, type[Any]] = {
-    d.KIND: d for d in (MemoryData, FidelityData, AccuracyData, ScoresData, ThroughputData, ParityData)
-}
+Data = MemoryData | FidelityData | AccuracyData | ScoresData | ThroughputData | ServingData | ParityData
+_DATA: dict[str, type[Any]] = {d.KIND: d for d in get_args(Data)}
 
 
 @dataclasses.dataclass(frozen=True)

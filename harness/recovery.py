@@ -32,6 +32,7 @@ from harness.noise import noise_floors
 from harness.published import published_rows, sources
 from harness.records import MemoryData, Record, TaskScore, arm_order
 from harness.seeds import merge_seeds
+from harness.serving.compare import compare_serving
 from harness.speed import compare_throughput, emulated, failure_shares
 
 
@@ -69,9 +70,10 @@ def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
         median_gain=_median_gain(benchmarks),
         memory_ratio=_memory_ratio(kinds.get("memory", {})),
         failure_share=failure_shares(kinds.get("throughput", {}), failed_requests(kinds.get("accuracy", {}))),
-        emulated=emulated(kinds.get("throughput", {})),
+        emulated=emulated({**kinds.get("serving", {}), **kinds.get("throughput", {})}),
         sources=sources(kinds.get("scores", {})),
         outputs=output_rows(kinds.get("accuracy", {})),
+        serving_ratio=compare_serving(kinds.get("serving", {}), notes),
         noise_floor=noise_floors(records, controls, notes),
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qad import __version__
+from qad import __version__, serving_options
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
@@ -98,9 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
-    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput", "parity"])
-    sub.add_argument("folder", type=Path, metavar="HF_DIR")
-    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON record to write")
+    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput", "parity", "import"])
+    sub.add_argument("folder", type=Path, metavar="HF_DIR", help="checkpoint; import: a load tool's result file")
+    sub.add_argument("more", type=Path, nargs="*", metavar="HF_DIR",
+                     help="throughput by an engine: further arms, measured interleaved")  # fmt: skip
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON record to write; several arms: a folder"
+    )
     sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
     sub.add_argument("--teacher", type=Path, metavar="DIR", help="fidelity: the BF16 original")
     sub.add_argument(
@@ -132,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--engine",
         choices=["transformers", "vllm", "trtllm"],
-        help="memory: start this engine and ask it; parity: vllm",
+        help="memory, throughput: start this engine and ask it; parity: vllm",
     )
     sub.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
     sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
@@ -140,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
                      "may be repeated")  # fmt: skip
     _trust(sub)
+    serving_options.add(sub)
 
     sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
@@ -309,6 +314,8 @@ def _fixed(args: argparse.Namespace) -> Path:
 def _measure(args: argparse.Namespace) -> int:
     if args.kind == "parity":
         return _parity(args)
+    if serving_options.asked(args):
+        return serving_options.run(args, _say)
     from qad.config import parse_section
     from qad.measuring import EngineChoice, measure_folder
 

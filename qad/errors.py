@@ -38,3 +38,7 @@ class EngineError(QadError):
 
 class StorageError(QadError):
     """Writing failed (disk full, read-only). What was written so far is kept aside and continues next time."""
+
+
+class LoadToolError(QadError):
+    """A tool that makes load for a server could not be run to its end."""

@@ -16,7 +16,7 @@ from qad.artifact import MANIFEST, digest_of, open_artifact
 from qad.config import Accuracy, Fidelity, Throughput
 from qad.control import accuracy_again, fidelity_again
 from qad.distances import measure_distances, section_settings
-from qad.errors import EngineError, UsageError
+from qad.errors import EngineError, LoadToolError, UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
 from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
 from qad.source import Checkpoint, open_checkpoint
@@ -122,11 +122,12 @@ class Measuring:
         })  # fmt: skip
 
     def throughput(self) -> None:
-        """All arms interleaved, so that a drift of the machine's speed hits them alike."""
+        """All arms interleaved, so that a drift of the machine's speed hits them alike. By the engine that serves them, else in
+        this process."""
         from harness.throughput import measure_throughput_interleaved
 
         section = self.job.recipe.measure.throughput
-        if section is None:
+        if section is None or self._served(section):
             return
         settings = throughput_settings(section, self.job.recipe.seed, self.job.dtype)
         if not any(self._missing("throughput", arm, settings) for arm in self.arms):
@@ -140,6 +141,32 @@ class Measuring:
             )  # fmt: skip
         for arm, data in measured.items():
             self._write(arm, settings, self._load(arm).engine, data, started)
+
+    def _served(self, section: Throughput) -> bool:
+        """Measure at a server of the run's engine. False: there is none, or `auto` found one that cannot be used."""
+        from harness.serving.sweep import Plan
+        from qad.serving import Serving, measure_arms, serving_settings
+
+        choice, recipe = run_engine(self.job.recipe.measure.engine), self.job.recipe
+        if choice is None:
+            return False
+        plan = Plan([section.batch], [section.input_tokens], [section.output_tokens], section.repeats, seed=recipe.seed)
+        serving = Serving(choice.name, choice.python, recipe.dtype, choice.max_model_len, choice.options)
+        settings = serving_settings(plan, serving)
+        if not any(self._missing("serving", arm, settings) for arm in self.arms):
+            return True
+        started = time.monotonic()
+        places = {arm: (self._folder(arm), self._path("serving", arm)) for arm in self.arms}
+        try:
+            measured = measure_arms(places, plan, serving, self.say)
+        except (EngineError, LoadToolError, UsageError) as error:
+            if recipe.measure.engine != "auto":
+                raise
+            self.say(f"   speed is measured in this process, not with {choice.name}: {error}")
+            return False
+        for arm, (data, engine) in measured.items():
+            self._write(arm, settings, engine, data, started)
+        return True
 
     def noise_floor(self) -> None:
         """BF16 and NVFP4 (the PTQ arm) a second time, under conditions that should not matter."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from harness.comparison import Comparison
 from harness.records import Record
 from harness.verdict import Verdict
-from reports import capacity, details, figures, origin, tables
+from reports import capacity, details, figures, origin, serving, tables
 from reports.load import Run
 from reports.numbers import clean, people_list
 from reports.outcome import arm_name, banners, outcome, verdict_banner
@@ -107,7 +107,7 @@ def document(run: Run, comparison: Comparison, records: list[Record], verdict: V
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
         Section("training", "Training", _training(run)),
         Section("memory", "Size and memory", _memory(comparison, records)),
-        Section("speed", "Speed", _kept(details.speed(comparison, records)) or [_nothing("Speed")]),
+        Section("speed", "Speed", _speed(comparison, records)),
         Section("missing", "What was not measured, and why", _missing(run, comparison, records)),
         Section("recipe", "Recipe and text", _recipe(run)),
         Section("method", "Method", [Notes(METHOD)]),
@@ -156,6 +156,13 @@ def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
         capacity.serving(arms, records),
     )
     return blocks or [_nothing("Size")]
+
+
+def _speed(comparison: Comparison, records: list[Record]) -> list[Block]:
+    return _kept(
+        details.speed(comparison, records), serving.pareto_figure(comparison, records),
+        serving.serving_table(comparison, records), serving.serving_notes(records),
+    ) or [_nothing("Speed")]  # fmt: skip
 
 
 def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:

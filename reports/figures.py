@@ -68,14 +68,14 @@ def recovery(comparison: Comparison) -> Figure | None:
     def draw(figure: Any, narrow: bool) -> None:
         axes = figure.subplots()
         _recovery_axes(axes, arms, lines, narrow)
-        _legend(figure, axes, arms)
+        arm_legend(figure, axes, arms)
 
     height = 1.0 + (0.2 + 0.2 * len(arms)) * len(lines)
     described = "; ".join(
         f"{clean(label, 60)}: " + ", ".join(f"{arm_name(arm)} {percent(e.value)}" for arm, e in found.items())
         for label, found in lines
     )
-    return _figure(
+    return draw_figure(
         "recovery", draw, (height, height), f"Recovery by benchmark with 95 % intervals. {described}.",
         "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval.",
     )  # fmt: skip
@@ -107,11 +107,13 @@ def _limits(estimate: Estimate) -> tuple[float, float] | None:
 
 
 def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm: str) -> None:
-    colour = _colour(arm)
+    colour = arm_colour(arm)
     if limits:
         axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
     face = colour if limits else "none"
-    axes.plot([x], [y], marker=_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3)
+    axes.plot(
+        [x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3
+    )
 
 
 def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
@@ -129,7 +131,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
         for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
             if name == "quantiles":
                 _quantile_axes(axes, curves)
-                _legend(figure, axes, list(curves))
+                arm_legend(figure, axes, list(curves))
             else:
                 _pair_axes(axes, pairs)
 
@@ -139,7 +141,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
     if pairs:
         alt += f"; QAD is nearer to the teacher than PTQ in {nearer} of {len(pairs)} sequences"
         caption += f" Each cross is one sequence; QAD is nearer in {nearer} of {len(pairs)} (below the diagonal)."
-    return _figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
+    return draw_figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
 
 
 def _quantiles(token_kl: dict[str, float]) -> list[tuple[str, float]]:
@@ -152,7 +154,7 @@ def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> Non
     for arm, curve in curves.items():
         places = [order.index(name) for name, _ in curve]
         values = [value for _, value in curve]
-        axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
+        axes.plot(places, values, color=arm_colour(arm), marker=arm_marker(arm), markersize=5, linewidth=1.6)
     axes.set_yscale("log")
     values = [value for curve in curves.values() for _, value in curve]
     few_decades = max(values) < 1000 * min(values)
@@ -187,7 +189,7 @@ def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     )
     shown = pairs[:: math.ceil(len(pairs) / 1000)]
     axes.plot(
-        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=_colour("qad"), markeredgewidth=1.3
+        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=arm_colour("qad"), markeredgewidth=1.3
     )
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)
@@ -214,7 +216,7 @@ def training(steps: list[Step]) -> Figure | None:
             axes.plot(*zip(*thin, strict=True), color=MUTED, linewidth=1.0, label="training")
         if valid:
             axes.plot(
-                *zip(*valid, strict=True), color=_colour("qad"), marker="D", linewidth=1.8, label="validation",
+                *zip(*valid, strict=True), color=arm_colour("qad"), marker="D", linewidth=1.8, label="validation",
                 markersize=4.5 if len(valid) <= 60 else 0,
             )  # fmt: skip
             if valid[0][0] == 0:
@@ -240,14 +242,14 @@ def training(steps: list[Step]) -> Figure | None:
     alt = "KL divergence while training"
     if best:
         alt += f": validation from {significant(valid[0][1])} to a best of {significant(best[1])} nats per token"
-    return _figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
+    return draw_figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
 
 
 def _mark_start(axes: Any, start: float) -> None:
-    axes.axhline(start, color=_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    axes.axhline(start, color=arm_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"PTQ start {significant(start)}", (1, start), xycoords=("axes fraction", "data"), xytext=(0, 4),
-        textcoords="offset points", ha="right", va="bottom", color=_colour("ptq"),
+        textcoords="offset points", ha="right", va="bottom", color=arm_colour("ptq"),
     )  # fmt: skip
 
 
@@ -293,29 +295,31 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
     caption = (
         "Bytes on disk by class. Block scales cost half a bit per parameter; embeddings, head and norms stay BF16."
     )
-    return _figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)
+    return draw_figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)
 
 
 # --- drawing -------------------------------------------------------------------------------------
 
 
-def _colour(arm: str) -> str:
+def arm_colour(arm: str) -> str:
     return COLOURS.get(arm) or OTHERS[sum(map(ord, arm)) % len(OTHERS)]
 
 
-def _marker(arm: str) -> str:
+def arm_marker(arm: str) -> str:
     return MARKERS.get(arm, "^")
 
 
-def _legend(figure: Any, axes: Any, arms: list[str]) -> None:
+def arm_legend(figure: Any, axes: Any, arms: list[str]) -> None:
     handles = [
-        axes.plot([], [], color=_colour(arm), marker=_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
+        axes.plot(
+            [], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm)
+        )[0]
         for arm in arms
     ]
     figure.legend(handles, [arm_name(arm) for arm in arms], loc="outside upper left", ncols=len(arms))
 
 
-def _figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:
+def draw_figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:
     wide = _svg(f"{name}-wide", draw, (WIDE, heights[0]), narrow=False)
     narrow = _svg(f"{name}-narrow", draw, (NARROW, heights[1]), narrow=True)
     return Figure(wide, narrow, alt, caption)

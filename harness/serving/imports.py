@@ -1,0 +1,315 @@
+"""Result files of load tools -> serving records, with their names converted to ours.
+
+vLLM bench, SGLang  ttfts, itls and latencies in s; SGLang saves no latencies: the first token and all gaps
+AIPerf              time_to_first_token, request_latency, inter_chunk_latency with their units
+GuideLLM            timings in s: request_start, first_token_iteration, last_token_iteration
+trtllm-bench        timestamps in ns: start, first_token, end
+
+tpot_ms is worked out from e2e, ttft and output tokens by our definition, never taken from a field called ITL or "time per
+output token", whose meaning changes from tool to tool. What a tool cannot see is said in the notes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.serving.measured import Cell, Gaps, Repeat, Request, ServingData
+from harness.serving.window import TokenEvent, active_requests, steady_window
+from qad.errors import DataError, UsageError
+
+_NOTES = {
+    "vllm": "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
+    "the chunk that only names the role as the first token",
+    "sglang": "SGLang bench_serving counts output tokens by usage where the server sends it, else as asked for",
+    "aiperf": "AIPerf's inter token latency is our tpot_ms",
+    "guidellm": "GuideLLM's time_per_output_token_ms includes the time to the first token and is not used",
+    "trtllm": "trtllm-bench runs the engine in its own process: there is no HTTP in these times",
+}
+_TOOLS = {"vllm": "vLLM bench serve", "sglang": "SGLang bench_serving", "aiperf": "AIPerf", "guidellm": "GuideLLM",
+          "trtllm": "trtllm-bench"}  # fmt: skip
+
+
+def import_results(path: Path, tool: str | None = None) -> tuple[ServingData, str]:
+    """The file's data and the tool's key. tool: vllm, sglang, aiperf, guidellm, trtllm; None: told from the contents.
+
+    Raises UsageError for an unknown tool, DataError where the file is none of that tool's, or holds nothing to import.
+    """
+    if tool is not None and tool not in _TOOLS:
+        raise UsageError(f"--from {tool} is unknown: use one of {', '.join(_TOOLS)}")
+    documents = _documents(path)
+    found = tool or recognize(documents)
+    if found is None:
+        raise DataError(f"{path} is no result file of {', '.join(_TOOLS.values())}: check the path or give --from")
+    try:
+        cells = _READERS[found](documents)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{path} is no result file of {_TOOLS[found]}, or of another version ({error!r})") from error
+    if not cells:
+        raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
+    return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found]]), found
+
+
+def is_load_result(path: Path) -> bool:
+    """Whether a JSON or JSON lines file is a result of one of the tools."""
+    if path.suffix.lower() not in (".json", ".jsonl"):
+        return False
+    try:
+        return recognize(_documents(path)) is not None
+    except DataError:
+        return False
+
+
+def recognize(documents: Sequence[Any]) -> str | None:
+    """Which tool wrote them, by keys only it has; None for none of them."""
+    first = documents[0] if documents else None
+    if isinstance(first, list):
+        first = first[0] if first else None
+        return "trtllm" if isinstance(first, dict) and "first_token_timestamp" in first else None
+    if not isinstance(first, dict):
+        return None
+    if "benchmarks" in first:
+        return "guidellm"
+    if "streaming_metrics" in first and "request_info" in first:
+        return "trtllm"
+    if {"metadata", "metrics"} <= first.keys() and "request_start_ns" in (first.get("metadata") or {}):
+        return "aiperf"
+    if "total_output_tokens_retokenized" in first:
+        return "sglang"
+    return "vllm" if {"total_output_tokens", "request_throughput", "duration"} <= first.keys() else None
+
+
+def _documents(path: Path) -> list[Any]:
+    """One JSON value, or one a line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): give a result file") from error
+    try:
+        return [json.loads(text)]
+    except ValueError:
+        try:
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise DataError(f"{path} is neither JSON nor JSON lines ({error})") from error
+
+
+# --- one request, one run ------------------------------------------------------------------------
+
+
+def _request(
+    start_s: float, ttft_ms: float, e2e_ms: float, input_tokens: int | None, output_tokens: int | None, counted_by: str,
+    gaps_ms: Sequence[float] = (), cached_tokens: int | None = None,
+) -> Request:  # fmt: skip
+    after_first = (output_tokens or 0) - 1
+    return Request(
+        start_s=start_s, input_tokens=input_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens,
+        token_source=counted_by, first_chunk_tokens=None, ttft_ms=ttft_ms, first_answer_ms=None,
+        tpot_ms=(e2e_ms - ttft_ms) / after_first if after_first > 0 else None,
+        icl_ms=Gaps(statistics.fmean(gaps_ms), statistics.median(gaps_ms), max(gaps_ms)) if gaps_ms else None, e2e_ms=e2e_ms,
+    )  # fmt: skip
+
+
+def _failed(start_s: float, reason: object) -> Request:
+    words = " ".join(str(reason).split())[-200:] or "failed"
+    return Request(start_s, None, None, None, "", None, None, None, None, None, None, failed=True, reason=words)
+
+
+def _run(requests: list[Request], seconds: float | None) -> Repeat:
+    """A run from its requests; token events are spread evenly from the first token to the last."""
+    origin = min((r.start_s for r in requests), default=0.0)
+    requests = [_moved(r, -origin) for r in sorted(requests, key=lambda r: r.start_s)]
+    good = [r for r in requests if not r.failed]
+    spans = [(r.start_s, r.start_s + (r.e2e_ms or 0.0) / 1000) for r in good]
+    known = (bool(spans) and len({start for start, _ in spans}) > 1) or len(spans) == 1
+    peak, mean = active_requests(spans) if known else (None, None)
+    events = [event for r in good for event in _events(r)]
+    return Repeat(
+        seconds=seconds if seconds is not None else max((end for _, end in spans), default=None), requests=requests,
+        window=steady_window(spans, events) if known else None, peak_active=peak, mean_active=mean,
+        prompts_seen_before=None, not_greedy=None,
+    )  # fmt: skip
+
+
+def _moved(request: Request, by_s: float) -> Request:
+    return dataclasses.replace(request, start_s=request.start_s + by_s)
+
+
+def _events(request: Request) -> list[TokenEvent]:
+    n, first, last = request.output_tokens or 0, request.ttft_ms or 0.0, request.e2e_ms or 0.0
+    step = (last - first) / (n - 1) if n > 1 else 0.0
+    return [(request.start_s + (first + i * step) / 1000, 1.0) for i in range(n)]
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+
+def _openai_bench(tool: str) -> Callable[[Sequence[Any]], list[Cell]]:
+    """vLLM's and SGLang's results: one object a run, parallel lists where details were saved."""
+
+    def read(documents: Sequence[Any]) -> list[Cell]:
+        return _cells([(_lengths(d), _bench_run(d, tool)) for d in documents])
+
+    return read
+
+
+Shape = tuple[int | None, int | None, int | None]  # concurrency, input, output tokens
+
+
+def _cells(runs: Sequence[tuple[Shape, Repeat]]) -> list[Cell]:
+    found: dict[Shape, list[Repeat]] = {}
+    for shape, run in runs:
+        found.setdefault(shape, []).append(run)
+    return [Cell(*shape, repeats) for shape, repeats in found.items()]
+
+
+def _lengths(d: dict[str, Any]) -> Shape:
+    concurrency = d.get("max_concurrency")
+    return (None if concurrency is None else int(concurrency), d.get("random_input_len"), d.get("random_output_len"))
+
+
+def _bench_run(d: dict[str, Any], tool: str) -> Repeat:
+    if not d.get("ttfts"):
+        return _printed(d)
+    errors = d.get("errors") or [""] * len(d["ttfts"])
+    itls, starts = d["itls"], d.get("start_times") or [0.0] * len(d["ttfts"])
+    requests = []
+    for i, ttft in enumerate(d["ttfts"]):
+        succeeded = not errors[i] and d["output_lens"][i] and (ttft > 0 or itls[i])
+        if not succeeded:
+            requests.append(_failed(starts[i], errors[i]))
+            continue
+        latency = d["latencies"][i] if d.get("latencies") else ttft + sum(itls[i])
+        requests.append(_request(starts[i], 1000 * ttft, 1000 * latency, d["input_lens"][i], d["output_lens"][i],
+                                 f"as counted by {_TOOLS[tool]}", [1000 * gap for gap in itls[i]]))  # fmt: skip
+    return _run(requests, d["duration"])
+
+
+def _printed(d: dict[str, Any]) -> Repeat:
+    """A run of which only statistics were saved."""
+    ours = {"ttft_ms": "ttft_ms", "tpot_ms": "tpot_ms", "e2e_ms": "e2el_ms"}
+    printed = {
+        metric: {
+            name: float(d[f"{prefix}_{theirs}"])
+            for name, prefix in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p99", "p99"))
+            if d.get(f"{prefix}_{theirs}") is not None
+        }
+        for metric, theirs in ours.items()
+    }
+    printed["tokens_per_s"] = {"mean": float(d["output_throughput"])}
+    printed["requests"] = {"succeeded": float(d["completed"])}
+    return Repeat(d["duration"], [], None, None, None, None, None, printed={k: v for k, v in printed.items() if v})
+
+
+def _aiperf(documents: Sequence[Any]) -> list[Cell]:
+    """profile_export.jsonl: one request a line, with values and units; warm-up requests are left out."""
+    requests = []
+    for d in documents:
+        facts, metrics = d["metadata"], d["metrics"]
+        if facts.get("benchmark_phase", "profiling") != "profiling":
+            continue
+        start = facts["request_start_ns"] / 1e9
+        if d.get("error") or "time_to_first_token" not in metrics:
+            requests.append(_failed(start, (d.get("error") or {}).get("message") or "no token"))
+            continue
+        gaps = metrics.get("inter_chunk_latency")
+        requests.append(_request(
+            start, _ms(metrics["time_to_first_token"]), _ms(metrics["request_latency"]),
+            _count(metrics, "input_sequence_length"), _count(metrics, "output_sequence_length"),
+            "as counted by AIPerf",
+            [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
+        ))  # fmt: skip
+    return [Cell(None, None, None, [_run(requests, None)])] if requests else []
+
+
+def _ms(metric: dict[str, Any]) -> float:
+    scale = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "sec": 1e3, "s": 1e3, "seconds": 1e3}[metric["unit"]]
+    return float(metric["value"]) * scale
+
+
+def _count(metrics: dict[str, Any], name: str) -> int | None:
+    return int(metrics[name]["value"]) if name in metrics else None
+
+
+def _guidellm(documents: Sequence[Any]) -> list[Cell]:
+    """One cell a benchmark. Requests that were cut off at the end of a run are neither a success nor a failure."""
+    runs: list[tuple[Shape, Repeat]] = []
+    for benchmark in documents[0]["benchmarks"]:
+        requests = benchmark["requests"]
+        good = [_guidellm_request(r) for r in requests["successful"] or ()]
+        bad = [_failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
+        streams = _guidellm_streams(benchmark)
+        runs.append(((streams, None, None), _run(good + bad, None)))
+    return _cells(runs)
+
+
+def _timings(r: dict[str, Any]) -> dict[str, Any]:
+    return dict((r.get("info") or {}).get("timings") or {})
+
+
+def _guidellm_error(r: dict[str, Any]) -> object:
+    return (r.get("info") or {}).get("error") or "errored"
+
+
+def _guidellm_streams(benchmark: dict[str, Any]) -> int | None:
+    strategy = (
+        (benchmark.get("config") or {}).get("strategy") or (benchmark.get("scheduler") or {}).get("strategy") or {}
+    )
+    return strategy.get("streams")
+
+
+def _guidellm_request(r: dict[str, Any]) -> Request:
+    t = _timings(r)
+    first = t.get("first_token_iteration") or t["first_iteration"]
+    last = t.get("last_token_iteration") or t.get("last_iteration") or t["request_end"]
+    start = t["request_start"]
+    return _request(start, 1000 * (first - start), 1000 * (last - start), r.get("prompt_tokens"), r.get("output_tokens"),
+                    "as counted by GuideLLM", cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"))  # fmt: skip
+
+
+def _trtllm(documents: Sequence[Any]) -> list[Cell]:
+    """--request_json: one entry a request, ns; --report_json: statistics alone."""
+    first = documents[0]
+    if isinstance(first, dict):
+        return [_trtllm_report(first)]
+    requests = []
+    for r in first:
+        start, token, end = r["start_timestamp"], r["first_token_timestamp"], r["end_timestamp"]
+        output = r.get("num_output_tokens", r.get("output_tokens"))
+        if r.get("error_tokens") or token <= 0 or not output:
+            requests.append(_failed(start / 1e9, "error in the engine" if r.get("error_tokens") else "no token"))
+        else:
+            requests.append(_request(start / 1e9, (token - start) / 1e6, (end - start) / 1e6, r["num_input_tokens"],
+                                     output, "as counted by trtllm-bench"))  # fmt: skip
+    return [Cell(None, None, None, [_run(requests, None)])]
+
+
+def _trtllm_report(d: dict[str, Any]) -> Cell:
+    speed, stream, asked = d["performance"], d.get("streaming_metrics") or {}, d["request_info"]
+
+    def of(percentiles: dict[str, Any] | None) -> dict[str, float]:
+        names = {"average": "mean", "p50": "p50", "p90": "p90", "p99": "p99"}
+        given = percentiles or {}
+        return {ours: float(given[theirs]) for theirs, ours in names.items() if theirs in given}
+
+    printed = {
+        "ttft_ms": of(stream.get("ttft_percentiles")),
+        "tpot_ms": of(stream.get("tpot_percentiles")),
+        "e2e_ms": of(speed.get("request_latency_percentiles_ms")),
+        "tokens_per_s": {"mean": float(speed["system_output_throughput_tok_s"])},
+        "requests": {"succeeded": float(asked["num_requests"])},
+        "output_tokens": {"mean": float(asked["avg_output_length"])},
+    }
+    run = Repeat(speed["total_latency_ms"] / 1000, [], None, None, asked.get("avg_num_concurrent_requests"), None, None,
+                 printed={k: v for k, v in printed.items() if v})  # fmt: skip
+    return Cell(None, None, None, [run])
+
+
+_READERS: dict[str, Callable[[Sequence[Any]], list[Cell]]] = {
+    "vllm": _openai_bench("vllm"), "sglang": _openai_bench("sglang"), "aiperf": _aiperf, "guidellm": _guidellm,
+    "trtllm": _trtllm,
+}  # fmt: skip

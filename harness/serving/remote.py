@@ -1,0 +1,68 @@
+"""A server that somebody else started: found by its address. What computes its numbers is read from its log, if given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.records import Engine
+from qad.errors import UsageError
+
+UNKNOWN_KERNELS = "unknown: the server was started elsewhere and no log was given"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningServer:
+    """base_url: without a path."""
+
+    base_url: str
+    model: str
+    engine: Engine
+
+
+@contextlib.contextmanager
+def running_server(
+    url: str, folder: Path, engine: str | None = None, log: Path | None = None
+) -> Iterator[RunningServer]:
+    """Ask what it serves; it is left running. engine, log: the engine's name and what it printed, for its kernels.
+
+    Raises UsageError where nothing answers, or the server offers no or several models and none is named like `folder`.
+    """
+    root = url.rstrip("/").removesuffix("/v1")
+    models = [str(model["id"]) for model in _get(f"{root}/v1/models").get("data", [])]
+    named = [name for name in models if Path(name).name == folder.name]
+    chosen = named[:1] or models
+    if len(chosen) != 1:
+        raise UsageError(
+            f"{url} serves {', '.join(models) or 'no model'}: serve {folder.name} alone, or under that name"
+        )
+    yield RunningServer(root, chosen[0], _engine(root, folder, engine, log))
+
+
+def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engine:
+    try:
+        version = str(_get(f"{root}/version").get("version", ""))
+    except UsageError:
+        version = ""
+    if log is None or name is None:
+        return Engine(name or "server", version, "", "", UNKNOWN_KERNELS, emulated=False)
+    from harness.engines.server import ADAPTERS
+
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return ADAPTERS[name].describe(text, version or None, folder)
+
+
+def _get(url: str) -> dict[str, Any]:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=10) as answer:
+            value = json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{url} does not answer ({error}): check --server") from error
+    return value if isinstance(value, dict) else {}

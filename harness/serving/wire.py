@@ -1,0 +1,196 @@
+"""What went over a connection, byte by byte with times -> HTTP exchanges with the time of each server-sent event.
+
+Parsing waits until the run is over: while requests are under way, only bytes and times are kept. HTTP/1.1 with a
+Content-Length, chunked or until-close body; no compression (load clients of language models ask for none).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+CHUNKED, UNTIL_CLOSE = -1, -2
+
+
+class Stream:
+    """Bytes of one direction; `when(i)` is the time at which byte i had arrived."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._ends: list[int] = []
+        self._times: list[float] = []
+
+    def add(self, piece: bytes, time_s: float) -> None:
+        self._pieces.append(piece)
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(piece))
+        self._times.append(time_s)
+
+    def when(self, index: int) -> float:
+        return self._times[bisect.bisect_right(self._ends, index)]
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+@dataclasses.dataclass
+class Connection:
+    """One client's connection. ended_s: when the server's side closed, None while it is open."""
+
+    sent: Stream = dataclasses.field(default_factory=Stream)
+    received: Stream = dataclasses.field(default_factory=Stream)
+    ended_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One `data:` message of a stream; time_s: its last byte arrived."""
+
+    time_s: float
+    data: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A request and its answer. status 0: none came. whole: the answer was not cut off. end_s: its last byte, or the
+    end of the connection. text: the body where it is no event stream."""
+
+    method: str
+    path: str
+    body: dict[str, Any]
+    start_s: float
+    end_s: float
+    status: int
+    whole: bool
+    events: list[Event]
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """One parsed HTTP message. first, last: places of its bytes in the stream. runs: (end inside the body, place of
+    the byte before that end), as a chunked body lies there in pieces."""
+
+    line: str
+    headers: dict[str, str]
+    body: bytes
+    runs: list[tuple[int, int]]
+    first: int
+    last: int
+    whole: bool
+
+    def place(self, index: int) -> int:
+        """Where byte `index` of the body lies in the stream."""
+        end, place = self.runs[bisect.bisect_right(self.runs, index, key=lambda run: run[0])]
+        return place - (end - 1 - index)
+
+
+def exchanges(connection: Connection) -> list[Exchange]:
+    """The requests of one connection with their answers, in order."""
+    asked = list(_messages(connection.sent.data, is_request=True))
+    answered = [
+        m for m in _messages(connection.received.data, is_request=False) if not m.line.split()[1].startswith("1")
+    ]
+    return [
+        _exchange(connection, request, answered[i] if i < len(answered) else None) for i, request in enumerate(asked)
+    ]
+
+
+def _exchange(connection: Connection, request: _Message, answer: _Message | None) -> Exchange:
+    method, path, _ = request.line.split(" ", 2)
+    start = connection.sent.when(request.first)
+    if answer is None:
+        end = start if connection.ended_s is None else connection.ended_s
+        return Exchange(method, path, _json(request.body), start, end, 0, False, [])
+    end = connection.received.when(answer.last)
+    if not answer.whole and connection.ended_s is not None:
+        end = connection.ended_s
+    streamed = "event-stream" in answer.headers.get("content-type", "")
+    return Exchange(
+        method, path, _json(request.body), start, end, int(answer.line.split()[1]), answer.whole,
+        list(_events(answer, connection.received)) if streamed else [],
+        "" if streamed else answer.body.decode("utf-8", "replace"),
+    )  # fmt: skip
+
+
+def _messages(data: bytes, *, is_request: bool) -> Iterator[_Message]:
+    at = 0
+    while at < len(data):
+        head_end = data.find(b"\r\n\r\n", at)
+        if head_end < 0:
+            return
+        line, *fields = data[at:head_end].decode("latin-1").split("\r\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        body, runs, end, whole = _body(data, head_end + 4, _length(line, headers, is_request))
+        yield _Message(line, headers, body, runs, at, max(end, head_end + 4) - 1, whole)
+        if not whole:
+            return
+        at = end
+
+
+def _length(line: str, headers: dict[str, str], is_request: bool) -> int:
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        return CHUNKED
+    if "content-length" in headers:
+        return int(headers["content-length"])
+    bodiless = is_request or line.split()[1] in ("204", "304") or line.split()[1].startswith("1")
+    return 0 if bodiless else UNTIL_CLOSE
+
+
+_Body = tuple[bytes, list[tuple[int, int]], int, bool]  # body, runs, the place behind it, complete?
+
+
+def _body(data: bytes, at: int, length: int) -> _Body:
+    """A body until the close of the connection counts as complete: its last event says whether it is."""
+    if length == CHUNKED:
+        return _chunks(data, at)
+    end = len(data) if length == UNTIL_CLOSE else at + length
+    body = data[at:end]
+    return body, [(len(body), at + len(body) - 1)] if body else [], end, length in (UNTIL_CLOSE, len(body))
+
+
+def _chunks(data: bytes, at: int) -> _Body:
+    parts: list[bytes] = []
+    runs: list[tuple[int, int]] = []
+    total = 0
+    while (line_end := data.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(data[at:line_end].split(b";")[0], 16)
+        except ValueError:
+            break
+        first = line_end + 2
+        if size == 0:
+            closing = data.find(b"\r\n", first)
+            return b"".join(parts), runs, closing + 2 if closing >= 0 else len(data), closing >= 0
+        part = data[first : first + size]
+        parts.append(part)
+        total += len(part)
+        if part:
+            runs.append((total, first + len(part) - 1))
+        if len(part) < size:
+            break
+        at = first + size + 2
+    return b"".join(parts), runs, len(data), False
+
+
+def _events(answer: _Message, stream: Stream) -> Iterator[Event]:
+    """Messages end with an empty line; the `data:` lines of one are joined. An unfinished last one is dropped."""
+    at = 0
+    for match in re.finditer(rb"\r?\n\r?\n", answer.body):
+        lines = answer.body[at : match.start()].decode("utf-8", "replace").replace("\r", "").split("\n")
+        text = "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
+        if text:
+            yield Event(stream.when(answer.place(match.end() - 1)), text)
+        at = match.end()
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,142 @@
+"""Ratios of cells, what is refused, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.comparison import from_json, to_json
+from harness.records import Engine, Record
+from harness.recovery import compare
+from harness.serving.measured import SERVER_USAGE, Cell, Overhead, Repeat, Request, ServingData, Window
+from harness.serving.pareto import pareto
+from qad.comparing import compare_arms
+from reports.serving import pareto_figure, serving_notes, serving_table
+
+ENGINE = Engine("vllm", "0.32", "bfloat16", "cpu", "Emulation kernel", True)
+
+
+def request(tpot_ms: float, output: int = 10, ttft_ms: float = 50.0) -> Request:
+    return Request(
+        0.0, 4, None, output, SERVER_USAGE, 1, ttft_ms, ttft_ms, tpot_ms, None, ttft_ms + tpot_ms * (output - 1)
+    )
+
+
+def run(tpot_ms: float, tokens: float, output: int = 10) -> Repeat:
+    return Repeat(10.0, [request(tpot_ms, output)] * 4, Window(0.0, 2.0, tokens), 4, 3.9, 0, 0)
+
+
+def record(arm: str, speeds: list[float], output: int = 10, concurrency: int = 4, **changes: Any) -> Record:
+    """One cell, a repeat a speed: a speed of s makes s times the tokens in 1 / s of the time."""
+    cells = [Cell(concurrency, 4, 10, [run(20 / s, 100 * s, output) for s in speeds])]
+    data = ServingData("GuideLLM 0.8.1", "completions", cells, ["bf16", "ptq"], [Overhead(4, 1.0, 0.1, 9000.0, 16)])
+    whole = Record(arm, "m", arm, ENGINE, {"seed": 0}, {}, "2026-11-30T00:00:00Z", 1.0, data)
+    return dataclasses.replace(whole, **changes)
+
+
+def test_repeats_are_paired_and_above_one_is_better() -> None:
+    comparison = compare([record("bf16", [1.0, 1.1, 0.9]), record("ptq", [2.0, 2.2, 1.8])])
+    ratios = comparison.serving_ratio["ptq"]["concurrency 4, 4 + 10 tokens"]
+    assert {metric: e.value for metric, e in ratios.items()} == pytest.approx(
+        {"tokens_per_s": 2.0, "ttft_ms": 1.0, "tpot_ms": 2.0}
+    )
+    speed = ratios["tokens_per_s"]
+    assert (speed.n, speed.low, speed.high) == (3, pytest.approx(2.0), pytest.approx(2.0)), "the drift cancels"
+    noisy = compare([record("bf16", [1.0, 1.0, 1.0]), record("ptq", [1.8, 2.0, 2.2])]).serving_ratio["ptq"]
+    (found,) = noisy.values()
+    limits = found["tokens_per_s"]
+    assert limits.low is not None
+    assert limits.high is not None
+    assert limits.low < 1.9 < 2.1 < limits.high
+    assert comparison.emulated == ["bf16", "ptq"]
+    assert from_json(to_json(comparison)) == comparison
+
+
+@pytest.mark.parametrize(("output", "refused"), [(10, False), (9, True), (6, True), (11, True)])
+def test_answers_of_another_length_are_not_compared(output: int, refused: bool) -> None:
+    comparison = compare([record("bf16", [1.0] * 3), record("ptq", [2.0] * 3, output)])
+    assert bool(comparison.serving_ratio["ptq"]) is not refused
+    assert refused == any("differ in length by more than 5%" in note for note in comparison.not_compared)
+
+
+def test_an_invalid_cell_is_not_compared() -> None:
+    bad = Request(0.0, None, None, None, "", None, None, None, None, None, None, True, "engine died")
+    broken = record("ptq", [2.0])
+    data = broken.data
+    assert isinstance(data, ServingData)
+    repeats = [dataclasses.replace(r, requests=[*r.requests, bad]) for r in data.cells[0].repeats]
+    cells = [dataclasses.replace(data.cells[0], repeats=repeats)]
+    comparison = compare(
+        [record("bf16", [1.0]), dataclasses.replace(broken, data=dataclasses.replace(data, cells=cells))]
+    )
+    assert comparison.serving_ratio == {"ptq": {}}
+    assert any("1 of 5 requests failed" in note and "engine died" in note for note in comparison.not_compared)
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"engine": dataclasses.replace(ENGINE, device="cuda:0")}, "device (cpu, cuda:0)"),
+    ({"engine": dataclasses.replace(ENGINE, name="trtllm")}, "engine (vllm, trtllm)"),
+    ({"settings": {"seed": 1}}, "seed"),
+])  # fmt: skip
+def test_other_conditions_are_no_ratio_and_are_named(changes: dict[str, Any], named: str) -> None:
+    comparison = compare([record("bf16", [1.0]), record("ptq", [2.0], **changes)])
+    assert comparison.serving_ratio == {}
+    assert any(named in note for note in comparison.not_compared)
+
+
+def test_cells_of_one_arm_alone_are_named() -> None:
+    comparison = compare([record("bf16", [1.0]), record("ptq", [2.0], concurrency=8)])
+    assert comparison.serving_ratio == {"ptq": {}}
+    assert sum("measured in only one" in note for note in comparison.not_compared) == 2
+
+
+def test_pareto_points_that_are_beaten_in_both_are_marked() -> None:
+    loads = {1: (50.0, 10.0), 4: (150.0, 12.0), 8: (140.0, 30.0)}
+    cells = [Cell(c, 4, 10, [run(t, 2 * s)]) for c, (s, t) in loads.items()]
+    whole = dataclasses.replace(record("bf16", [1.0]), data=ServingData("d", "completions", cells))
+    (points,) = pareto(whole).values()
+    assert [(p.concurrency, p.tokens_per_s, p.tpot_ms, p.efficient) for p in points] == [
+        (1, 50.0, 10.0, True), (4, 150.0, 12.0, True), (8, 140.0, 30.0, False),
+    ]  # fmt: skip
+
+
+def test_the_report_shows_kernels_lengths_failures_and_the_cost_of_the_client(tmp_path: Path) -> None:
+    records = [record("bf16", [1.0, 1.1, 0.9]), record("ptq", [2.0, 2.2, 1.8], 9)]
+    comparison = compare(records)
+    table = serving_table(comparison, records)
+    assert table is not None
+    rows = {row.label: [cell.text for cell in row.cells] for row in table.groups[0].rows}
+    assert rows["Throughput"] == ["50.0 tokens/s", "100 tokens/s"]
+    assert rows["Answer length"] == ["10.0", "9.00"]
+    assert rows["Failed requests"] == ["0.0 %", "0.0 %"]
+    assert rows["Kernels"] == ["Emulation kernel"] * 2
+    assert all("emulated" in cell.tags for cell in table.groups[0].rows[0].cells)
+    assert all(
+        "n 12, n is 12, p99 needs 100" in row.cells[0].detail for row in table.groups[0].rows if "token" in row.label
+    )
+    figure = pareto_figure(comparison, records)
+    assert figure is not None
+    assert "Emulation kernel" in figure.caption
+    assert "concurrency 4: 50.0 tokens/s, 20.0 ms" in figure.alt
+    notes = serving_notes(records)
+    assert notes is not None
+    assert any("against a server that answers at once" in text for _, text in notes.items)
+    assert any("12 of 12 answers are shorter" in text for _, text in notes.items)
+    assert serving_table(compare([]), []) is None
+    assert pareto_figure(comparison, []) is None
+
+
+def test_compare_writes_and_prints_it(tmp_path: Path) -> None:
+    from harness.records import write
+
+    for arm, speeds in (("bf16", [1.0, 1.1, 0.9]), ("ptq", [2.0, 2.2, 1.8])):
+        write(record(arm, speeds), tmp_path / arm / "serving.json")
+    artifact, _ = compare_arms([str(tmp_path / "bf16"), str(tmp_path / "ptq")], tmp_path / "out", margin=0.01,
+                               policy="drop-1pct")  # fmt: skip
+    page = (artifact.path / "report" / "report.html").read_text()
+    assert "Speed of serving" in page
+    assert 'id="pareto-wide' in page
+    assert "Emulation kernel" in (artifact.path / "report" / "report.md").read_text()

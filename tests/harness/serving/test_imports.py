@@ -1,0 +1,164 @@
+"""Result files of load tools. What was recorded is in `recorded/`, with its origin in README.md there."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.imported import read_imported
+from harness.serving.imports import import_results, recognize
+from harness.serving.measured import Repeat, ServingData
+from harness.serving.statistics import summarize
+from qad.cli import main
+from qad.errors import DataError
+
+RECORDED = Path(__file__).parent / "recorded"
+TTFT_MS, TPOT_MS, TOKENS = 2000.0, 500.0, 8  # of the server that the recorded runs were made against
+FILES = {"vllm": "vllm.json", "aiperf": "aiperf.jsonl", "guidellm": "guidellm.json"}
+
+
+def run_of(path: Path, tool: str | None = None) -> Repeat:
+    data, _ = import_results(path, tool)
+    (cell,) = data.cells
+    (repeat,) = cell.repeats
+    return repeat
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_one_server_measured_by_three_tools_agrees(tool: str) -> None:
+    """The server waits 2000 ms and then 500 ms a token; the machine that recorded was busy, hence 10 %."""
+    path = RECORDED / FILES[tool]
+    assert import_results(path)[1] == tool
+    repeat = run_of(path)
+    good = [r for r in repeat.requests if not r.failed]
+    assert len(good) == len(repeat.requests) == 8
+    assert {r.output_tokens for r in good} == {TOKENS}
+    ttft = statistics.median(r.ttft_ms for r in good if r.ttft_ms is not None)
+    tpot = statistics.median(r.tpot_ms for r in good if r.tpot_ms is not None)
+    assert ttft == pytest.approx(TTFT_MS, rel=0.1)
+    assert tpot == pytest.approx(TPOT_MS, rel=0.1)
+    wire = json.loads((RECORDED / "wire.json").read_text())[tool]
+    assert tpot == pytest.approx(wire["tpot_ms"], rel=0.01), "what the tap saw of the same run"
+    assert 0 < ttft - wire["ttft_ms"] < 150, "the client's clock starts before the connection is made"
+    for r in good:
+        assert r.e2e_ms is not None
+        assert r.ttft_ms is not None
+        assert r.tpot_ms == pytest.approx((r.e2e_ms - r.ttft_ms) / (TOKENS - 1))
+    assert repeat.peak_active == 4
+    assert repeat.window is not None
+    assert repeat.window.tokens / repeat.window.seconds == pytest.approx(4 * TOKENS / 5.5, rel=0.2)
+
+
+def test_guidellms_time_per_output_token_is_another_quantity() -> None:
+    raw = json.loads((RECORDED / FILES["guidellm"]).read_text())
+    theirs = raw["benchmarks"][0]["requests"]["successful"][0]["time_per_output_token_ms"]
+    assert theirs > 1.2 * TPOT_MS, "it holds the time to the first token"
+
+
+# --- formats that were written by hand after the tools' sources: no such tool runs on this machine --------------------
+
+
+def sglang() -> dict[str, Any]:
+    return {"backend": "sglang", "max_concurrency": 2, "random_input_len": 4, "random_output_len": 3, "duration": 2.0,
+            "completed": 2, "total_output_tokens": 6, "total_output_tokens_retokenized": 7, "request_throughput": 1.0,
+            "output_throughput": 3.0, "mean_ttft_ms": 150.0, "median_ttft_ms": 150.0, "p99_ttft_ms": 199.0,
+            "mean_tpot_ms": 50.0, "median_tpot_ms": 50.0, "p99_tpot_ms": 50.0,
+            "input_lens": [4, 4, 4], "output_lens": [3, 3, 0], "ttfts": [0.1, 0.2, 0.0],
+            "itls": [[0.04, 0.06], [0.05, 0.05], []], "errors": ["", "", "Timeout"]}  # fmt: skip
+
+
+def trtllm_requests() -> list[dict[str, Any]]:
+    ms = 1_000_000
+    return [
+        {"id": i, "num_input_tokens": 4, "num_output_tokens": 5, "error_tokens": 0, "start_timestamp": (10 + i) * ms,
+         "first_token_timestamp": (110 + i) * ms, "end_timestamp": (190 + i) * ms} for i in range(3)
+    ] + [{"id": 3, "num_input_tokens": 4, "num_output_tokens": 0, "error_tokens": 1, "start_timestamp": ms,
+          "first_token_timestamp": -1, "end_timestamp": 2 * ms}]  # fmt: skip
+
+
+def trtllm_report() -> dict[str, Any]:
+    percentiles = {"p50": 20.0, "p90": 21.0, "p99": 22.0, "minimum": 18.0, "maximum": 23.0, "average": 20.1}
+    return {"engine": {"version": "1.2.1"}, "request_info": {"num_requests": 64, "avg_num_concurrent_requests": 7.5,
+            "avg_input_length": 128.0, "avg_output_length": 64.0},
+            "performance": {"total_latency_ms": 4000.0, "system_output_throughput_tok_s": 1024.0,
+                            "request_latency_percentiles_ms": percentiles},
+            "streaming_metrics": {"ttft_percentiles": percentiles, "tpot_percentiles": percentiles}}  # fmt: skip
+
+
+def written(folder: Path, value: Any) -> Path:
+    path = folder / "result.json"
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_sglang(tmp_path: Path) -> None:
+    data, tool = import_results(written(tmp_path, sglang()))
+    (cell,) = data.cells
+    summary = summarize(cell)
+    assert (tool, cell.concurrency, cell.input_tokens, cell.output_tokens) == ("sglang", 2, 4, 3)
+    assert (summary.requests, summary.failed) == (3, 1)
+    assert "Timeout" in summary.invalid
+    assert [r.tpot_ms for r in cell.repeats[0].requests if not r.failed] == pytest.approx([50.0, 50.0])
+    assert [r.e2e_ms for r in cell.repeats[0].requests if not r.failed] == pytest.approx([200.0, 300.0])
+
+
+def test_a_file_without_single_requests_gives_its_printed_statistics(tmp_path: Path) -> None:
+    details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
+    repeat = run_of(written(tmp_path, {k: v for k, v in sglang().items() if k not in details}))
+    assert repeat.requests == []
+    assert repeat.printed["ttft_ms"] == {"mean": 150.0, "p50": 150.0, "p99": 199.0}
+    assert summarize_one(repeat).tokens_per_s == [3.0]
+    assert summarize_one(repeat).invalid == ""
+
+
+def summarize_one(repeat: Repeat) -> Any:
+    from harness.serving.measured import Cell
+
+    return summarize(Cell(None, None, None, [repeat]))
+
+
+def test_trtllm_requests_are_nanoseconds(tmp_path: Path) -> None:
+    repeat = run_of(written(tmp_path, trtllm_requests()))
+    good = [r for r in repeat.requests if not r.failed]
+    assert [(r.ttft_ms, r.tpot_ms, r.e2e_ms) for r in good] == [pytest.approx((100.0, 20.0, 180.0))] * 3
+    assert [r.reason for r in repeat.requests if r.failed] == ["error in the engine"]
+
+
+def test_trtllm_report(tmp_path: Path) -> None:
+    repeat = run_of(written(tmp_path, trtllm_report()))
+    assert repeat.printed["tpot_ms"] == {"mean": 20.1, "p50": 20.0, "p90": 21.0, "p99": 22.0}
+    assert summarize_one(repeat).tokens_per_s == [1024.0]
+
+
+@pytest.mark.parametrize("value", [{}, [], [1], "x", {"benchmarks": [{}]}, {"kind": "memory"}])
+def test_what_is_no_result_file_is_refused(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no result file|no requests"):
+        import_results(written(tmp_path, value))
+
+
+def test_another_tools_file_is_refused(tmp_path: Path) -> None:
+    for tool in ("aiperf", "guidellm"):
+        with pytest.raises(DataError, match="no result file of"):
+            import_results(written(tmp_path, sglang()), tool)
+    assert recognize([{"metadata": {}, "metrics": {}}]) is None
+
+
+def test_import_writes_a_record_and_says_where_it_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness.records import read
+
+    source = written(tmp_path, sglang())
+    code = main(
+        ["measure", "import", str(source), "--from", "sglang", "--arm", "bf16", "--out", str(tmp_path / "r.json")]
+    )
+    assert code == 1, "a third of its requests failed"
+    assert "invalid: bf16" in capsys.readouterr().out
+    record = read(tmp_path / "r.json")
+    assert isinstance(record.data, ServingData)
+    assert record.arm == "bf16"
+    assert list(record.provenance["imported"]["files"]) == ["result.json"]
+    (found,) = read_imported(source, "ptq") or []
+    assert (found.arm, found.data) == ("ptq", record.data)
