@@ -16,6 +16,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -25,6 +26,10 @@ from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
 from qad.measuring import Measuring
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_dense, require_enough_text, trained_arm
+
+if TYPE_CHECKING:
+    from harness.comparison import Comparison
+    from harness.records import Record
 
 DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
@@ -120,7 +125,6 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     from harness.policy import load_policy
     from harness.recovery import compare
     from qad.comparing import verdict_on
-    from reports.card import recovery_table
     from reports.load import load_records
     from reports.numbers import clean
     from reports.render import render
@@ -136,7 +140,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     verdict = verdict_on(comparison, rules)
     try:
         paths = render(out, comparison, records, verdict)
-        _complete_cards(out, {arm: recovery_table(comparison, records, arm) for arm in comparison.arms})
+        _complete_cards(out, comparison, records)
     except OSError as error:
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
@@ -147,17 +151,19 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     return next(path for path in paths if path.suffix == ".html")
 
 
-def _complete_cards(out: Path, tables: dict[str, str | None]) -> None:
-    """The exported folders' model cards get what was measured of them."""
-    from export.card import with_recovery
+def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:
+    """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub."""
+    from export.card import name_of, with_recovery
+    from reports.card import recovery_table
+    from reports.hub import model_index
 
-    for arm, table in tables.items():
-        folder = out / "export" / arm
+    for arm in comparison.arms:
+        table, folder = recovery_table(comparison, records, arm), out / "export" / arm
         card = folder / "README.md"
         if table is None or not card.is_file() or not (folder / MANIFEST).is_file():
             continue
         before = card.read_text(encoding="utf-8")
-        after = with_recovery(before, table)
+        after = with_recovery(before, table, model_index(comparison, arm, name_of(before)))
         if after != before:
             replace_card(folder, after)
 

@@ -91,8 +91,13 @@ METHOD = [
 ]  # fmt: skip
 
 
-def document(run: Run, comparison: Comparison, records: list[Record], verdict: Verdict | None) -> Document:
-    """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`)."""
+def document(
+    run: Run, comparison: Comparison, records: list[Record], verdict: Verdict | None, changed: list[Block]
+) -> Document:
+    """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`).
+
+    changed: the parts on single benchmarks and their items (`items.on_page`).
+    """
     models = [clean(name) for name in dict.fromkeys(record.model for record in records)]
     dates = sorted({record.created[:10] for record in records})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "at an unknown time"
@@ -103,7 +108,7 @@ def document(run: Run, comparison: Comparison, records: list[Record], verdict: V
             "Summary",
             _kept(tables.summary(comparison, records), details.checks(verdict), figures.recovery(comparison)),
         ),
-        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
+        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
         Section("training", "Training", _training(run)),
         Section("memory", "Size", _memory(comparison, records)),
@@ -131,8 +136,10 @@ def _nothing(what: str) -> Text:
     return Text(f"{what} was not measured; see “What was not measured”.")
 
 
-def _benchmarks(comparison: Comparison) -> list[Block]:
-    return _kept(details.benchmarks(comparison), details.contrasts(comparison)) or [_nothing("Recovery")]
+def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
+    overview = _kept(details.benchmarks(comparison), details.contrasts(comparison))
+    every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
+    return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
 
 
 def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -143,7 +150,7 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 
 def _training(run: Run) -> list[Block]:
-    return _kept(figures.training(run.steps), details.validation(run.steps)) or [_nothing("The training curve")]
+    return _kept(figures.training(run.steps, run.other_steps), details.validation(run.steps)) or [_nothing("The training curve")]
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:

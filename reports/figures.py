@@ -198,13 +198,18 @@ def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     axes.set_ylabel("QAD: the same sequence")
 
 
-def training(steps: list[Step]) -> Figure | None:
-    """Train and validation KL over training tokens; the PTQ start and the best validation are marked."""
+def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
+    """Train and validation KL over training tokens; the PTQ start and the best validation are marked.
+
+    others: arm -> its steps; their validation KL is drawn beside QAD's.
+    """
     train = [(s.tokens, s.kl) for s in steps if s.kl is not None]
     valid = [(s.tokens, s.val_kl) for s in steps if s.val_kl is not None]
     if len(train) < 2 and len(valid) < 2:
         return None
     best = min(valid, key=lambda point: point[1]) if valid else None
+    beside = {arm: [(s.tokens, s.val_kl) for s in found if s.val_kl is not None] for arm, found in others.items()}
+    beside = {arm: points for arm, points in beside.items() if points}
 
     def draw(figure: Any, narrow: bool) -> None:
         axes = figure.subplots()
@@ -219,6 +224,9 @@ def training(steps: list[Step]) -> Figure | None:
             )  # fmt: skip
             if valid[0][0] == 0:
                 _mark_start(axes, valid[0][1])
+        for arm, points in beside.items():
+            axes.plot(*zip(*points, strict=True), color=_colour(arm), marker=_marker(arm), markersize=4.5, linewidth=1.5,
+                      linestyle=(0, (1, 1)), label=f"validation, {arm_name(arm)}")  # fmt: skip
         if best:
             axes.plot([best[0]], [best[1]], marker="o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
             axes.annotate(
@@ -235,7 +243,7 @@ def training(steps: list[Step]) -> Figure | None:
         axes.locator_params(axis="x", nbins=4 if narrow else 7)
         axes.set_xlabel("training tokens")
         axes.set_ylabel("KL, nats per token")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2 if narrow else 4)
 
     alt = "KL divergence while training"
     if best:

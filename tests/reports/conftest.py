@@ -152,6 +152,25 @@ def write_run(run: Path, records: list[Record]) -> None:
         (run / name / "qad_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
+def write_samples(run: Path, records: list[Record], text: str = "Is {0} right?") -> None:
+    """What an accuracy measurement keeps of every answer; the columns that a report reads."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for record in records:
+        if not isinstance(record.data, AccuracyData):
+            continue
+        rows = [
+            {"task": task.task, "filter": task.filter, "doc_hash": item.doc_hash, "prompt_hash": item.prompt_hash,
+             "repeat": 0, "prompt": text.format(item.doc_hash), "target": "yes",
+             "text": f"{text.format(record.arm)} {'yes' if item.score else 'no'}"}
+            for task in record.data.tasks for item in task.items
+        ]  # fmt: skip
+        path = run / "measure" / record.arm / "accuracy.samples.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 @pytest.fixture(scope="session")
 def _made() -> list[Record]:
     return make_records()
