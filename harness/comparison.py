@@ -94,6 +94,32 @@ class FidelityRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class Band:
+    """Where 95 % of the values lie that an arm without any true difference would show."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseFloor:
+    """One arm measured twice on its own weights under conditions that should not matter.
+
+    conditions: what was changed on purpose. differing: share of the items with another score. median: band of the median
+    recovery. benchmarks: label -> band of its recovery. kl: nats per token between the two, top1: their agreement; None where
+    fidelity was not measured twice.
+    """
+
+    arm: str
+    conditions: dict[str, Any]
+    median: Band | None
+    benchmarks: dict[str, Band]
+    differing: Estimate | None
+    kl: Estimate | None
+    top1: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """Everything the report says about PTQ and QAD against BF16.
 
@@ -104,6 +130,7 @@ class Comparison:
     contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
     minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
     whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from.
+    noise_floor: arm -> it against itself.
     """
 
     arms: list[str]
@@ -121,6 +148,7 @@ class Comparison:
     failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     emulated: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    noise_floor: dict[str, NoiseFloor] = dataclasses.field(default_factory=dict)
 
 
 def standing(estimate: Estimate | None, null: float) -> str:

@@ -12,6 +12,7 @@ RUN/teacher_cache                       the teacher's distributions, where train
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
 from qad.measuring import Measuring
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_dense, require_enough_text, trained_arm
+from qad.tracking import Tracker, tracking
 
 if TYPE_CHECKING:
     from harness.comparison import Comparison
@@ -60,6 +62,11 @@ class Stopwatch:
 
 def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
+    with tracking(recipe, out.name) as tracker:
+        return _run(recipe, out, say, tracker)
+
+
+def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker) -> Path:
     clock = Stopwatch(say)
     with clock("prepare"):
         job = prepare(recipe, say, out / "text")
@@ -76,8 +83,9 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     for method in recipe.train.methods:
         with clock(f"arm {method} (train)"):
             trained_arm(
-                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True
-            )
+                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True,
+                watch=functools.partial(tracker.log, method),
+            )  # fmt: skip
     for name in ("ptq", *recipe.train.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
@@ -86,7 +94,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
-        report = report_run(out, say)
+        report = report_run(out, say, tracker=tracker)
     for line in clock.lines():
         say(line)
     say(f"report: {report}")
@@ -120,7 +128,7 @@ def _require_measurable(job: Job) -> None:
         )
 
 
-def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> Path:
+def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
     from harness.policy import load_policy
     from harness.recovery import compare
@@ -128,6 +136,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     from reports.load import load_records
     from reports.numbers import clean
     from reports.render import render
+    from reports.rows import numbers_by_name
     from reports.tables import summary_text
 
     rules = load_policy(policy)
@@ -146,6 +155,8 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
         ) from error
     say(summary_text(comparison, records))
+    if tracker:
+        tracker.log("report", numbers_by_name(comparison))
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")

@@ -147,5 +147,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-

@@ -137,7 +137,7 @@ def _nothing(what: str) -> Text:
 
 
 def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
-    overview = _kept(details.benchmarks(comparison), details.contrasts(comparison))
+    overview = _kept(details.benchmarks(comparison), details.contrasts(comparison), details.noise_floor(comparison))
     every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
     return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
 
@@ -150,7 +150,9 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 
 def _training(run: Run) -> list[Block]:
-    return _kept(figures.training(run.steps, run.other_steps), details.validation(run.steps)) or [_nothing("The training curve")]
+    return _kept(figures.training(run.steps, run.other_steps), details.validation(run.steps)) or [
+        _nothing("The training curve")
+    ]
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -164,9 +166,10 @@ def _missing(run: Run, comparison: Comparison) -> list[Block]:
     items += [(f"Scores of {arm_name(arm)}", f"imported from {clean(source, 200)}") for arm, source in
               comparison.sources.items()]  # fmt: skip
     items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
-    items.append(
-        ("Noise floor", "not measured: BF16 was not run against itself, so nothing tells how much a rerun moves")
-    )
+    if not comparison.noise_floor:
+        items.append(
+            ("Noise floor", "not measured: no arm was run against itself, so nothing tells how much a rerun moves")
+        )
     items.append(("Memory while serving", "not measured: KV cache, capacity and peak memory need a serving engine"))
     return [Notes(items)]
 

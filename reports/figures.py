@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib
+import matplotlib.patches
 import matplotlib.ticker
 
-from harness.comparison import Comparison, Estimate
+from harness.comparison import Band, Comparison, Estimate
 from harness.records import FidelityData, Record
 from reports.details import CLASSES
 from reports.load import Step
@@ -38,6 +39,7 @@ VARIABLES = {
     **{colour: f"other{i}" for i, colour in enumerate(OTHERS)},
     **{colour: f"class{i}" for i, colour in enumerate(CLASS_COLOURS)},
 }  # fmt: skip
+MEDIAN, NOISE_LABEL = "Median", "noise floor"
 MARKERS = {"bf16": "s", "ptq": "o", "qad": "D"}
 HATCHES = ["", "////", "", "\\\\\\\\", "", "...."]
 STYLE: dict[Any, Any] = {
@@ -62,29 +64,48 @@ def recovery(comparison: Comparison) -> Figure | None:
     lines = [line for line in lines if line[1]]
     if not lines:
         return None
+    noise = noise_bands(comparison)
     if len(lines) > 1:
-        lines.append(("Median", comparison.median_recovery))
+        lines.append((MEDIAN, comparison.median_recovery))
 
     def draw(figure: Any, narrow: bool) -> None:
         axes = figure.subplots()
+        _noise_bands(axes, [label for label, _ in lines], noise)
         _recovery_axes(axes, arms, lines, narrow)
-        _legend(figure, axes, arms)
+        _legend(figure, axes, arms, NOISE_LABEL if noise else "")
 
     height = 1.0 + (0.2 + 0.2 * len(arms)) * len(lines)
     described = "; ".join(
         f"{clean(label, 60)}: " + ", ".join(f"{arm_name(arm)} {percent(e.value)}" for arm, e in found.items())
         for label, found in lines
     )
-    return _figure(
-        "recovery", draw, (height, height), f"Recovery by benchmark with 95 % intervals. {described}.",
-        "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval.",
-    )  # fmt: skip
+    caption = "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval."
+    if noise:
+        caption += " The shaded band holds 95 % of what an arm measured twice on the same weights shows by chance."
+    alt = f"Recovery by benchmark with 95 % intervals. {described}."
+    return _figure("recovery", draw, (height, height), alt, caption)
+
+
+def noise_bands(comparison: Comparison) -> dict[str, Band]:
+    """Label of a benchmark, or MEDIAN -> the widest band among the arms that were measured twice."""
+    found: dict[str, list[Band]] = {}
+    for floor in comparison.noise_floor.values():
+        for label, band in {**floor.benchmarks, **({MEDIAN: floor.median} if floor.median else {})}.items():
+            found.setdefault(label, []).append(band)
+    return {label: max(bands, key=lambda band: band.high - band.low) for label, bands in found.items()}
+
+
+def _noise_bands(axes: Any, labels: list[str], noise: dict[str, Band]) -> None:
+    for place, label in enumerate(labels):
+        band = noise.get(label)
+        if band and band.low < band.high:
+            axes.barh(place, 100 * (band.high - band.low), left=100 * band.low, height=0.9, color=RULE, zorder=0)
 
 
 def _recovery_axes(axes: Any, arms: list[str], lines: list[tuple[str, dict[str, Estimate]]], narrow: bool) -> None:
     axes.axvline(100, color=INK, linewidth=1.0, zorder=1)
     for place, (label, found) in enumerate(lines):
-        if label == "Median" and place == len(lines) - 1 and place:
+        if label == MEDIAN and place == len(lines) - 1 and place:
             axes.axhline(place - 0.5, color=RULE, linewidth=0.8)
         for i, arm in enumerate(arms):
             if arm not in found:
@@ -315,12 +336,16 @@ def _marker(arm: str) -> str:
     return MARKERS.get(arm, "^")
 
 
-def _legend(figure: Any, axes: Any, arms: list[str]) -> None:
+def _legend(figure: Any, axes: Any, arms: list[str], band: str = "") -> None:
     handles = [
         axes.plot([], [], color=_colour(arm), marker=_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
         for arm in arms
     ]
-    figure.legend(handles, [arm_name(arm) for arm in arms], loc="outside upper left", ncols=len(arms))
+    labels = [arm_name(arm) for arm in arms]
+    if band:
+        handles.append(matplotlib.patches.Patch(color=RULE))
+        labels.append(band)
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
 
 
 def _figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:

@@ -151,7 +151,7 @@ def blocks(
         if not mine:
             continue
         result.append(Heading(clean(row.label, 60)))
-        result.append(_flips(mine))
+        result.append(_flips(row.label, mine))
         groups = examples.get(row.label, [])
         if groups:
             changed = len({pair.key for pair in mine if pair.change != "same"})
@@ -160,7 +160,7 @@ def blocks(
     return result
 
 
-def _flips(mine: list[Pair]) -> Table:
+def _flips(label: str, mine: list[Pair]) -> Table:
     """Right and wrong under BF16 and an arm; of scores that are not 0 or 1, worse, equal and better."""
     binary = all(pair.bf16 in (0.0, 1.0) and pair.score in (0.0, 1.0) for pair in mine)
     rows = []
@@ -174,7 +174,7 @@ def _flips(mine: list[Pair]) -> Table:
             counts = [kinds_of_change.count(kind) for kind in ("worse", "same", "better")]
         rows.append(Row(arm_name(arm), [*(Cell(f"{n:,}") for n in counts), Cell(plural(len(own), "answer"))]))
     names = ["Both right", "Only BF16", "Only the arm", "Both wrong"] if binary else ["Worse", "Equal", "Better"]
-    return Table("Answers beside BF16's", ["", *names, "n"], [Group("", rows)])
+    return Table(f"Answers to {clean(label, 60)} beside BF16's", ["", *names, "n"], [Group("", rows)])
 
 
 def _example(group: list[Pair], texts: dict[tuple[str, Key], Said]) -> Example:

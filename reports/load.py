@@ -50,8 +50,8 @@ class SplitText:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is none. manifests: path inside the run -> facts, sorted by path. text: what each
-    role read, as far as it is known.
+    """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is
+    none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
     missing: (what was not measured, why), in the order of the report.
     """

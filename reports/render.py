@@ -26,7 +26,7 @@ from reports.rows import table_files
 
 # Everything Markdown or HTML could take for markup.
 _MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
-_NUMBER = re.compile(r"\d[\d.,]* (?:%|GB|nats)(?: \([\d.,–−to ]+\))?")
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]* (?:%|GB|nats|points)(?: \([\d.,–−+to -]+\))?")
 _BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 
 
@@ -80,7 +80,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
 
 def _unbroken(text: str) -> Markup:
     """Escaped HTML in which a number stays on one line with its unit and interval."""
-    return Markup(_NUMBER.sub(r'<span class="value">\g<0></span>', str(escape(text))))
+    return Markup(_NUMBER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
 def markdown_text(text: str) -> str:

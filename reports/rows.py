@@ -84,7 +84,12 @@ def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:
     for c in comparison.contrasts:
         yield from row("difference", c.arm, c.difference, "score", against=c.against, benchmark=c.benchmark)
     for arm, found in comparison.fidelity.items():
-        for name, unit in (("kl", "nats"), ("top1", "share"), ("perplexity", "perplexity"), ("perplexity_ratio", "ratio")):
+        for name, unit in (
+            ("kl", "nats"),
+            ("top1", "share"),
+            ("perplexity", "perplexity"),
+            ("perplexity_ratio", "ratio"),
+        ):
             yield from row(name, arm, getattr(found, name), unit, against="bf16" if name != "perplexity" else "")
     yield from row("kl_ratio", "qad", comparison.kl_ratio, "ratio", against="ptq")
     yield from row("perplexity_gap_closed", "qad", comparison.perplexity_gap_closed, "share", against="ptq")
@@ -95,6 +100,16 @@ def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:
         yield from row("size_ratio", arm, ratio, "ratio", against="bf16")
     for arm, share in comparison.failure_share.items():
         yield from row("failure_share", arm, share, "share")
+
+
+def numbers_by_name(comparison: Comparison) -> dict[str, float]:
+    """recovery/qad/TASK -> value: the estimates for a tracker, which knows names and numbers only."""
+    names = ("quantity", "arm", "benchmark", "filter")
+    return {
+        "/".join(clean(row[name], 60) for name in names if row.get(name) not in (None, "", "none")): row["value"]
+        for row in estimates(comparison)
+        if row["quantity"] != "difference"
+    }
 
 
 def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:

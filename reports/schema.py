@@ -35,7 +35,10 @@ def _strict(value: Any) -> Any:
         return [_strict(item) for item in value]
     if not isinstance(value, dict):
         return value
-    value = {name: _strict(item) for name, item in value.items() if name not in ("title", "default")}
+    # Descriptions of fields are dictionaries, so a field may be named title; pydantic's titles are text.
+    value = {
+        n: _strict(item) for n, item in value.items() if n != "default" and not (n == "title" and isinstance(item, str))
+    }
     if value.get("type") == "number":
         value["type"] = ["number", "null"]
     if value.get("type") == "object" and isinstance(value.get("properties"), dict):

@@ -44,7 +44,16 @@ def main() -> int:
         if not ours.is_file():
             measure(Path(path), arm, folder, args.limit, ours)
         if not plain.is_file():
-            command = [sys.executable, str(Path(__file__).resolve()), "--plain", str(plain), "--limit", str(args.limit), str(folder), path]
+            command = [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                "--plain",
+                str(plain),
+                "--limit",
+                str(args.limit),
+                str(folder),
+                path,
+            ]
             subprocess.run(command, check=True, cwd=folder)
         differing += compare(arm, ours, plain)
     if not differing:

@@ -111,7 +111,7 @@ def test_damaged_samples_are_no_samples(run: Path, records: list[Record], made: 
 
 def test_flips_add_up(records: list[Record]) -> None:
     found = [pair for pair in items.pairs(records) if pair.task == "qad_facts" and pair.arm == "qad"]
-    table = items._flips(found)
+    table = items._flips("quiz", found)
     assert table.columns == ["", "Both right", "Only BF16", "Only the arm", "Both wrong", "n"]
     *counts, n = [cell.text for cell in table.groups[0].rows[0].cells]
     assert sum(map(int, counts)) == 306
@@ -123,6 +123,6 @@ def test_flips_add_up(records: list[Record]) -> None:
 def test_scores_between_right_and_wrong_have_no_right_and_wrong(made: Any) -> None:
     records = [accuracy(arm, scores, made.make_record) for arm, scores in
                (("bf16", [0.5, 0.2]), ("ptq", [0.5, 0.4]))]  # fmt: skip
-    table = items._flips(items.pairs(records))
+    table = items._flips("quiz", items.pairs(records))
     assert table.columns == ["", "Worse", "Equal", "Better", "n"]
     assert [cell.text for cell in table.groups[0].rows[0].cells] == ["0", "1", "1", "2 answers"]

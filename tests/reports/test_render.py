@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from harness.comparison import Band, NoiseFloor
 from harness.gate import judge
 from harness.policy import DEFAULT, load_policy
 from harness.records import AccuracyData, FidelityData, Record, ThroughputData
 from harness.recovery import compare
+from reports.figures import noise_bands
 from reports.render import render
 from reports.tables import summary, summary_text
 
@@ -345,6 +347,35 @@ def test_differences_inside_noise_are_called_so(run: Path, records: list[Record]
     _, md, _ = rendered(run, records)
     assert re.search(r"\| PTQ \| 93\.6 % \(86\.7–100\.5\) \| within noise of BF16", md)
     assert "Within noise means that the interval holds 100 %, not that the arms are equal." in md
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_noise_floor_is_a_band_behind_the_dots(run: Path, records: list[Record]) -> None:
+    comparison = compare(records)
+    band, wide = Band(0.99, 1.01), Band(0.97, 1.03)
+    floors = {
+        arm: NoiseFloor(arm, {"batch_size": 7}, median, {"qad_facts": median}, comparison.kl_ratio, None, None)
+        for arm, median in (("bf16", band), ("ptq", wide))
+    }
+    found = dataclasses.replace(comparison, noise_floor=floors)
+    assert noise_bands(found) == {"qad_facts": wide, "Median": wide}
+    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, found, records)[:3])
+    assert html.count(">noise floor</text>") == 2
+    assert "| PTQ (batch\\_size 7) | 97.0 % to 103.0 % | 45.9 %" in md
+    assert "no arm was run against itself" not in md
+    assert json.loads(raw)["comparison"]["noise_floor"]["ptq"]["median"] == {"low": 0.97, "high": 1.03}
+    plain = render(run, comparison, records)[0].read_text(encoding="utf-8")
+    assert "noise floor</text>" not in plain
+    assert "no arm was run against itself" in plain
+
+
+def test_the_curve_of_another_trained_arm_is_beside_qads(run: Path, records: list[Record]) -> None:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").replace("0.442", "0.5")
+    (run / "metrics-qat.jsonl").write_text(lines, encoding="utf-8")
+    raw = rendered(run, records)[2]
+    assert [step["step"] for step in raw["training_of"]["qat"]] == list(range(51))
+    assert raw["training_of"]["qat"][0]["val_kl"] == 0.5
+    assert raw["training"][0]["val_kl"] == 0.442
 
 
 def test_two_filters_are_both_named(run: Path, records: list[Record]) -> None:

@@ -41,7 +41,7 @@ async function overflowing(page) {
 }
 
 async function shoot(page, out, prefix) {
-  const top = await page.$("nav, main");
+  const top = await page.$("nav");
   const box = await top.boundingBox();
   const { width } = page.viewport();
   await page.screenshot({ path: `${out}/${prefix}-first-screen.png` });
