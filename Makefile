@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test lint bench vllm-env clean
+.PHONY: setup demo test lint bench report-check vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -42,6 +42,12 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/step.py $(MODEL)
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
+
+# A report in Chromium: axe's findings, and pictures of every part to look at. Needs node, npm and a Chromium; else it skips.
+report-check:
+	@command -v npm > /dev/null || { echo "skipped: no npm here"; exit 0; }; \
+	mkdir -p build/report-check && cp tests/reports/browser/* build/report-check/ && cd build/report-check && \
+	npm install --silent --no-audit --no-fund && node check.mjs $(abspath $(RUN))/report/report.html pictures
 
 # Not yet run to its end. Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.

@@ -82,7 +82,12 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class FidelityRow:
-    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity."""
+    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity.
+
+    by_position, by_entropy, by_domain: KL per token of a stratum. by_layer: relative error of the hidden states. equal_tokens:
+    tokens before greedy decoding first differs, up to those asked for; diverged: share of the prompts on which it does.
+    written_ratio: perplexity of what the teacher wrote, relative to its own. bound: what kl is a bound of; "": exact.
+    """
 
     kl: Estimate
     top1: Estimate
@@ -91,6 +96,33 @@ class FidelityRow:
     token_kl: dict[str, float]
     sequences: int
     tokens: int
+    by_position: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_entropy: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_domain: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_layer: dict[str, float] = dataclasses.field(default_factory=dict)
+    equal_tokens: Estimate | None = None
+    diverged: Estimate | None = None
+    written_ratio: Estimate | None = None
+    bound: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputRow:
+    """What the answers to one generated benchmark looked like. Dictionaries are keyed by arm; length_ratio has no bf16.
+
+    tokens: generated per answer, thinking included. length_ratio: of their means to bf16's, paired by item. truncated,
+    loops, empty: shares of the answers that were cut off by the limit, end in a repetition, left nothing to score.
+    tokens_per_correct: tokens generated per unit of score. An arm whose server counted no tokens has no such entry; None:
+    n/a, nothing was right.
+    """
+
+    benchmark: str
+    tokens: dict[str, Estimate]
+    length_ratio: dict[str, Estimate | None]
+    truncated: dict[str, Estimate]
+    loops: dict[str, Estimate]
+    empty: dict[str, Estimate]
+    tokens_per_correct: dict[str, Estimate | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +162,7 @@ class Comparison:
     contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
     minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
     whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from.
-    noise_floor: arm -> it against itself.
+    outputs: the generated benchmarks, what their answers looked like. noise_floor: arm -> it against itself.
     """
 
     arms: list[str]
@@ -148,7 +180,14 @@ class Comparison:
     failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     emulated: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    outputs: list[OutputRow] = dataclasses.field(default_factory=list)
     noise_floor: dict[str, NoiseFloor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def median_noise(self) -> Band | None:
+        """The widest band of the median recovery among the arms that were measured twice."""
+        bands = [floor.median for floor in self.noise_floor.values() if floor.median]
+        return max(bands, key=lambda band: band.high - band.low, default=None)
 
 
 def standing(estimate: Estimate | None, null: float) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from harness.comparison import Comparison
 from harness.records import Record
 from harness.verdict import Verdict
-from reports import details, figures, origin, tables
+from reports import details, figures, origin, strata, tables
 from reports.load import Run
 from reports.numbers import clean, people_list
 from reports.outcome import arm_name, banners, outcome, verdict_banner
@@ -137,14 +137,24 @@ def _nothing(what: str) -> Text:
 
 
 def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
-    overview = _kept(details.benchmarks(comparison), details.contrasts(comparison), details.noise_floor(comparison))
+    overview = _kept(
+        details.benchmarks(comparison),
+        details.contrasts(comparison),
+        details.noise_floor(comparison),
+        strata.outputs(comparison),
+    )
     every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
     return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
 
 
 def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
     blocks = _kept(
-        details.qad_against_ptq(comparison), figures.fidelity(comparison, records), details.token_kl(comparison)
+        details.qad_against_ptq(comparison),
+        figures.fidelity(comparison, records),
+        details.token_kl(comparison),
+        figures.strata(comparison),
+        strata.kl_by_stratum(comparison),
+        strata.continuations(comparison),
     )
     return blocks or [_nothing("Fidelity")]
 
@@ -166,6 +176,8 @@ def _missing(run: Run, comparison: Comparison) -> list[Block]:
     items += [(f"Scores of {arm_name(arm)}", f"imported from {clean(source, 200)}") for arm, source in
               comparison.sources.items()]  # fmt: skip
     items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
+    items += [(f"Exact KL of {arm_name(arm)}", f"not measured: what is shown is a bound of it, {clean(row.bound, 200)}")
+              for arm, row in comparison.fidelity.items() if row.bound]  # fmt: skip
     if not comparison.noise_floor:
         items.append(
             ("Noise floor", "not measured: no arm was run against itself, so nothing tells how much a rerun moves")

@@ -23,9 +23,10 @@ from harness.comparison import Band, Comparison, Estimate
 from harness.records import FidelityData, Record
 from reports.details import CLASSES
 from reports.load import Step
-from reports.numbers import GB, clean, gigabytes, percent, significant
+from reports.numbers import GB, clean, gigabytes, people_list, percent, significant
 from reports.outcome import BASELINE, arm_name
 from reports.parts import Figure
+from reports.strata import Curve, curves
 from reports.tables import memory_of
 
 WIDE, NARROW = 7.4, 3.5  # inches of 72 points; the page shows a point as 1.25 pixels
@@ -161,6 +162,41 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
         alt += f"; QAD is nearer to the teacher than PTQ in {nearer} of {len(pairs)} sequences"
         caption += f" Each cross is one sequence; QAD is nearer in {nearer} of {len(pairs)} (below the diagonal)."
     return _figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
+
+
+def strata(comparison: Comparison) -> Figure | None:
+    """KL by position and by the teacher's entropy, with intervals."""
+    panels = curves(comparison)
+    if not panels:
+        return None
+    arms = list(next(iter(panels.values()))[1])
+
+    def draw(figure: Any, narrow: bool) -> None:
+        grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
+        for (label, (names, lines)), axes in zip(panels.items(), [grid] if len(panels) == 1 else grid, strict=True):
+            _stratum_axes(axes, label, names, lines)
+        _legend(figure, figure.axes[0], arms)
+
+    caption = "KL from the teacher, in nats per token, with 95 % intervals; each place begins at the number below it."
+    alt = f"KL divergence from the teacher by {people_list(list(panels))} for {people_list(list(map(arm_name, arms)))}."
+    return _figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
+
+
+def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None:
+    for i, (arm, points) in enumerate(lines.items()):
+        known = [(place, *point) for place, point in enumerate(points) if point]
+        shift = 0.12 * (i - (len(lines) - 1) / 2)
+        axes.plot([p + shift for p, *_ in known], [value for _, value, *_ in known], color=_colour(arm),
+                  marker=_marker(arm), markersize=4.5, linewidth=1.4)  # fmt: skip
+        for place, _, low, high in known:
+            if low is not None and high is not None:
+                axes.plot([place + shift] * 2, [low, high], color=_colour(arm), linewidth=1.0)
+    axes.set_xticks(range(len(names)), [clean(name, 8) for name in names])
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_xlabel(label)
+    axes.set_ylabel("KL, nats")
 
 
 def _quantiles(token_kl: dict[str, float]) -> list[tuple[str, float]]:

@@ -7,6 +7,7 @@ records without it the hashes and the scores are known.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,9 +56,13 @@ class Said:
 
 
 def pairs(records: Iterable[Record]) -> list[Pair]:
-    """Every item that both BF16 and the arm answered, arm by arm, in the records' order."""
+    """Every item that both BF16 and the arm answered, arm by arm, in the records' order. Of several BF16 records the first
+    counts."""
     tasks = [(r.arm, task) for r in records if isinstance(r.data, AccuracyData) for task in r.data.tasks]
-    base = {(t.task, t.filter, t.metric): _keyed(t) for arm, t in tasks if arm == BASELINE}
+    base: dict[tuple[str, str, str], dict[tuple[str, str, int], tuple[str, float]]] = {}
+    for arm, task in tasks:
+        if arm == BASELINE:
+            base.setdefault((task.task, task.filter, task.metric), _keyed(task))
     found = []
     for arm, task in tasks:
         baseline = base.get((task.task, task.filter, task.metric), {})
@@ -184,9 +189,9 @@ def _example(group: list[Pair], texts: dict[tuple[str, Key], Said]) -> Example:
     some = next((answer for answer in answers.values() if answer), None)
     facts = []
     if some:
-        facts = [("Asked", _end(some.prompt)), ("Right", clean(some.target.strip(), ANSWER_LIMIT))]
+        facts = [("Asked", _end(some.prompt)), ("Right", _one_line(some.target, ANSWER_LIMIT))]
         facts += [
-            (arm_name(arm), clean(answer.text.strip() or "nothing", ANSWER_LIMIT))
+            (arm_name(arm), _one_line(answer.text, ANSWER_LIMIT) or "nothing")
             for arm, answer in answers.items()
             if answer
         ]
@@ -201,4 +206,9 @@ def _end(prompt: str) -> str:
     """The end of a prompt: behind few-shot examples stands the question."""
     text = prompt.strip()
     cut = text if len(text) <= PROMPT_LIMIT else "…" + text[1 - PROMPT_LIMIT :]
-    return clean(cut.replace("\n", " ⏎ "), PROMPT_LIMIT + 100)
+    return _one_line(cut, PROMPT_LIMIT + 40)
+
+
+def _one_line(text: str, limit: int) -> str:
+    """Line ends as a sign; everything else that would not be seen, as `clean` shows it."""
+    return clean(re.sub(r"\s*\n\s*", " ⏎ ", text.strip()), limit)

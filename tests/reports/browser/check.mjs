@@ -1,8 +1,9 @@
 // A report in a real browser: axe's findings, what overflows, what it loads; screenshots and a PDF to look at.
 //
-//     node check.mjs REPORT.html OUT
+//     node check.mjs REPORT.html OUT [light-390]
 //
-// Wide and narrow, light and dark, and printed. Exit code 1: a serious finding, 0: none, or no browser here (it says so).
+// Wide and narrow, light and dark, and printed; or one of them. Exit code 1: a serious finding, 0: none, or no browser here
+// (it says so).
 import { execFileSync } from "node:child_process";
 import { mkdirSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -12,6 +13,7 @@ import puppeteer from "puppeteer-core";
 
 const WIDTHS = [1280, 390];
 const SCHEMES = ["light", "dark"];
+const PATIENCE = 600_000; // ms: a busy machine takes its time
 const SERIOUS = ["serious", "critical"];
 const axe = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
 
@@ -56,7 +58,9 @@ async function look(browser, url, out) {
   const all = [];
   for (const scheme of SCHEMES) {
     for (const width of WIDTHS) {
+      if (only && only !== `${scheme}-${width}`) continue;
       const page = await browser.newPage();
+      page.setDefaultTimeout(PATIENCE);
       await page.setBypassCSP(true); // for axe; the policy itself forbids every script
       page.on("request", (r) => r.url() !== url && all.push({ impact: "serious", text: `the page loads ${r.url()}` }));
       await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
@@ -76,14 +80,14 @@ async function look(browser, url, out) {
   return all;
 }
 
-const [report, out] = process.argv.slice(2);
+const [report, out, only] = process.argv.slice(2);
 const path = browserPath();
 if (!path) {
   console.log("skipped: no Chromium here (install it, or name it in CHROMIUM)");
   process.exit(0);
 }
 mkdirSync(out, { recursive: true });
-const browser = await puppeteer.launch({ executablePath: path, args: ["--no-sandbox", "--disable-gpu"], protocolTimeout: 600_000 });
+const browser = await puppeteer.launch({ executablePath: path, args: ["--no-sandbox", "--disable-gpu"], timeout: PATIENCE, protocolTimeout: PATIENCE });
 try {
   const all = await look(browser, pathToFileURL(resolve(report)).href, resolve(out));
   const serious = all.filter(({ impact }) => SERIOUS.includes(impact));
