@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,18 @@ def write_samples(run: Path, records: list[Record], text: str = "Is {0} right?")
         path = run / "measure" / record.arm / "accuracy.samples.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture
+def keep_samples() -> Callable[..., None]:
+    """Writes the samples of a run's records: (run, records, text with a place for what is asked)."""
+    return write_samples
+
+
+@pytest.fixture
+def record_of() -> Callable[..., Record]:
+    """Makes a record of an arm and its data."""
+    return make_record
 
 
 @pytest.fixture(scope="session")

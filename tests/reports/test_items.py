@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from harness.records import AccuracyData, Item, Record, TaskScore
 from harness.recovery import compare
 from reports import items
 from reports.render import render
+
+Make = Callable[..., Record]
+Keep = Callable[..., None]
 
 
 def accuracy(arm: str, scores: list[float], make: Callable[..., Record], **task: Any) -> Record:
@@ -23,46 +23,35 @@ def accuracy(arm: str, scores: list[float], make: Callable[..., Record], **task:
     return make(arm, AccuracyData([TaskScore("quiz", "1", "acc", "none", 0, items=asked, **fields)]))
 
 
-@pytest.fixture(scope="module")
-def made() -> Any:
-    """conftest's builders, by path: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("report_records", Path(__file__).with_name("conftest.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_worse_better_and_same(made: Any) -> None:
-    records = [accuracy(arm, scores, made.make_record) for arm, scores in
+def test_worse_better_and_same(record_of: Make) -> None:
+    records = [accuracy(arm, scores, record_of) for arm, scores in
                (("bf16", [1, 1, 0, 0]), ("ptq", [1, 0, 1, 0]))]  # fmt: skip
     assert [pair.change for pair in items.pairs(records)] == ["same", "worse", "better", "same"]
 
 
-def test_where_lower_is_better_more_is_worse(made: Any) -> None:
-    records = [accuracy(arm, [score], made.make_record, higher_is_better=False) for arm, score in
+def test_where_lower_is_better_more_is_worse(record_of: Make) -> None:
+    records = [accuracy(arm, [score], record_of, higher_is_better=False) for arm, score in
                (("bf16", 2.0), ("ptq", 3.0))]  # fmt: skip
     assert [pair.change for pair in items.pairs(records)] == ["worse"]
 
 
-def test_several_answers_to_one_question_pair_in_their_order(made: Any) -> None:
+def test_several_answers_to_one_question_pair_in_their_order(record_of: Make) -> None:
     def repeated(arm: str, scores: list[float]) -> Record:
         found = [Item("d", "p", "t", "d", score) for score in scores]
         data = AccuracyData([TaskScore("quiz", "1", "acc", "none", 0, True, None, None, found)])
-        return made.make_record(arm, data)
+        return record_of(arm, data)
 
     found = items.pairs([repeated("bf16", [1, 0]), repeated("qad", [1, 1])])
     assert [(pair.repeat, pair.change) for pair in found] == [(0, "same"), (1, "better")]
 
 
-def test_an_item_that_bf16_did_not_answer_is_no_pair(made: Any) -> None:
-    records = [accuracy("bf16", [1], made.make_record), accuracy("ptq", [1, 0], made.make_record)]
+def test_an_item_that_bf16_did_not_answer_is_no_pair(record_of: Make) -> None:
+    records = [accuracy("bf16", [1], record_of), accuracy("ptq", [1, 0], record_of)]
     assert len(items.pairs(records)) == 1
 
 
-def test_the_page_shows_some_and_the_table_all(run: Path, records: list[Record], made: Any) -> None:
-    made.write_samples(run, records)
+def test_the_page_shows_some_and_the_table_all(run: Path, records: list[Record], keep_samples: Keep) -> None:
+    keep_samples(run, records)
     found = items.pairs(records)
     paths = render(run, compare(records), records)
     html, md = (path.read_text(encoding="utf-8") for path in paths[:2])
@@ -100,8 +89,8 @@ def test_many_benchmarks_share_the_page(records: list[Record]) -> None:
     assert {len(groups) for groups in shown.values()} == {1}
 
 
-def test_damaged_samples_are_no_samples(run: Path, records: list[Record], made: Any) -> None:
-    made.write_samples(run, records)
+def test_damaged_samples_are_no_samples(run: Path, records: list[Record], keep_samples: Keep) -> None:
+    keep_samples(run, records)
     for arm in ("bf16", "ptq", "qad"):
         (run / "measure" / arm / items.SAMPLES).write_bytes(b"no Parquet")
     md = render(run, compare(records), records)[1].read_text(encoding="utf-8")
@@ -120,8 +109,8 @@ def test_flips_add_up(records: list[Record]) -> None:
     assert counts[1:3] == [str(worse), str(better)]
 
 
-def test_scores_between_right_and_wrong_have_no_right_and_wrong(made: Any) -> None:
-    records = [accuracy(arm, scores, made.make_record) for arm, scores in
+def test_scores_between_right_and_wrong_have_no_right_and_wrong(record_of: Make) -> None:
+    records = [accuracy(arm, scores, record_of) for arm, scores in
                (("bf16", [0.5, 0.2]), ("ptq", [0.5, 0.4]))]  # fmt: skip
     table = items._flips("quiz", items.pairs(records))
     assert table.columns == ["", "Worse", "Equal", "Better", "n"]

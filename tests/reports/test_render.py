@@ -447,6 +447,26 @@ def test_hostile_text_is_text(run: Path, records: list[Record]) -> None:
     assert raw["title"].startswith("<script>")
 
 
+def test_hostile_samples_are_text(run: Path, records: list[Record], keep_samples: Callable[..., None]) -> None:
+    """What a model was asked and said: scripts, control characters, right-to-left text, lines of 10 KB."""
+    keep_samples(run, records, "What is {0}?")
+    plain = Page(rendered(run, records)[0])
+    said = HOSTILE.replace("\ud800", "") + "\n| a | b |\n---\n\u05e9\u05dc\u05d5\u05dd\r\n" + "W" * 10_000 + " {0}"
+    keep_samples(run, records, said)
+    html, md, _ = rendered(run, records)
+    page = Page(html)
+    assert (page.tags, page.attributes, page.ids) == (plain.tags, plain.attributes, plain.ids)
+    assert page.text.count("<script>alert(1)</script>") > 12
+    assert "\u05e9\u05dc\u05d5\u05dd" in page.text
+    assert len(html.encode()) < 1_000_000
+    for text in (html, md):
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069]", text)
+    outside = re.sub(r"(?ms)^(`{3,})yaml$.*?^\1$", "", md)
+    assert "<" not in outside
+    headings = re.findall(r"^#+ .*", md, re.MULTILINE)
+    assert len(headings) == len(re.findall(r"<h[123]", html))
+
+
 def test_markdown_of_hostile_text_keeps_its_tables(run: Path, records: list[Record]) -> None:
     _, md, _ = rendered(run, [hostile(record) for record in records])
     for table in re.findall(r"(?:^\|.*\n)+", md, re.MULTILINE):
