@@ -177,7 +177,10 @@ def strata(comparison: Comparison) -> Figure | None:
             _stratum_axes(axes, label, names, lines)
         _legend(figure, figure.axes[0], arms)
 
-    caption = "KL from the teacher, in nats per token, with 95 % intervals; each place begins at the number below it."
+    caption = (
+        "KL from the teacher, in nats per token, with 95 % intervals: by the number of tokens before, each place up to the "
+        "next; by tenths of the tokens, those first of which the teacher was surest."
+    )
     alt = f"KL divergence from the teacher by {people_list(list(panels))} for {people_list(list(map(arm_name, arms)))}."
     return _figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
 

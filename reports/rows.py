@@ -21,14 +21,14 @@ from reports.tables import memory_of, points_of
 
 _FORMULA = ("=", "+", "-", "@")
 CSV_LIMIT = 400  # characters of a text
-_NUMBERS = {
+_NUMBERS: dict[str, dict[str, type]] = {
     "estimates": {"value": float, "low": float, "high": float, "n": int, "clusters": int},
     "items": {"repeat": int, "bf16": float, "score": float},
     "memory": {"bytes": int},
     "throughput": {"batch": int, "input_tokens": int, "output_tokens": int, "repeat": int, "tokens_per_s": float},
     "training": {"step": int, "tokens": int, "kl": float, "lr": float, "tokens_per_s": float, "val_kl": float},
 }
-_TEXTS = {
+_TEXTS: dict[str, list[str]] = {
     "estimates": ["quantity", "arm", "against", "benchmark", "metric", "filter", "unit", "method", "note"],
     "items": ["task", "filter", "metric", "arm", "doc_hash", "prompt_hash", "cluster", "change"],
     "memory": ["arm", "class"],
@@ -115,7 +115,7 @@ def numbers_by_name(comparison: Comparison) -> dict[str, float]:
 def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
     import pyarrow as pa
 
-    kinds = {float: pa.float64(), int: pa.int64()}
+    kinds: dict[type, Any] = {float: pa.float64(), int: pa.int64()}
     schema = pa.schema(
         [(column, pa.string()) for column in _TEXTS[name]]
         + [(column, kinds[kind]) for column, kind in _NUMBERS[name].items()]

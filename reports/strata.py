@@ -13,6 +13,7 @@ from reports.tables import NOT_AVAILABLE, NOT_MEASURED, number_cell, share_cell
 
 Curve = dict[str, list[tuple[float, float | None, float | None] | None]]  # arm -> (value, low, high) at each place
 
+BY_POSITION, BY_ENTROPY = "tokens before", "tenths of the tokens by the teacher's entropy"
 STRATA: dict[str, Callable[[FidelityRow], Mapping[str, Estimate]]] = {
     "Tokens before the predicted one": lambda row: row.by_position,
     "Entropy of the teacher": lambda row: row.by_entropy,
@@ -118,12 +119,12 @@ def curves(comparison: Comparison) -> dict[str, tuple[list[str], Curve]]:
     """What can be drawn: axis label -> names of the places, and every arm's values there."""
     rows = compared(comparison)
     found: dict[str, tuple[list[str], Curve]] = {}
-    for label, title in (("tokens before", "Tokens before the predicted one"), ("entropy of the teacher, nats",
-                         "Entropy of the teacher")):  # fmt: skip
+    for label, title in ((BY_POSITION, "Tokens before the predicted one"), (BY_ENTROPY, "Entropy of the teacher")):
         names = names_of(rows, STRATA[title])
         if len(names) > 1:
             lines: Curve = {arm: [_point(STRATA[title](row).get(name)) for name in names] for arm, row in rows.items()}
-            found[label] = [name.partition("-")[0] for name in names], lines
+            first = [name.partition("-")[0] if label == BY_POSITION else str(i) for i, name in enumerate(names, 1)]
+            found[label] = first, lines
     return found
 
 

@@ -63,7 +63,7 @@ def test_curves_keep_their_places(parted: Comparison) -> None:
 @pytest.mark.usefixtures("drawn")
 def test_all_of_it_is_in_both_forms(run: Path, parted: Comparison, records: list[Record]) -> None:
     html, md = rendered(run, parted, records)
-    assert html.count("entropy of the teacher, nats</text>") == 2
+    assert html.count("tenths of the tokens by the teacher's entropy</text>") == 2
     for line in (
         "| 4-7 | 1.20 (1.08–1.32) | not measured |",
         "| &lt;b&gt;wiki | 0.400 (0.360–0.440) | 0.200 (0.180–0.220) |",
