@@ -5,7 +5,7 @@ RUN/text/ROLE                           what the teacher wrote, where the recipe
 RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
 RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
-RUN/report/{report.html,report.md,report.json}
+RUN/report/{report.html,report.md,report.json,tables/*}
 RUN/metrics.jsonl                       grows while training
 RUN/teacher_cache                       the teacher's distributions, where train.teacher_cache asks for it
 """
