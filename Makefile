@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test test-in-vllm lint bench gpu-check vllm-env clean
+.PHONY: setup demo test test-in-vllm lint bench gpu-check report-check vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -49,6 +49,12 @@ bench: setup $(MODEL)/config.json
 gpu-check: setup
 	$(BIN)/python tests/bench/gpu_check --part bits
 	$(BIN)/python tests/bench/gpu_check --part train
+
+# A report in Chromium: axe's findings, and pictures of every part to look at. Needs node, npm and a Chromium; else it skips.
+report-check:
+	@command -v npm > /dev/null || { echo "skipped: no npm here"; exit 0; }; \
+	mkdir -p build/report-check && cp tests/reports/browser/* build/report-check/ && cd build/report-check && \
+	npm install --silent --no-audit --no-fund && node check.mjs $(abspath $(RUN))/report/report.html pictures
 
 # Real vLLM for CPUs, in an environment of its own: it pins torch to a local version. The three packages that go again
 # are CUDA builds that it pulls in, which break `import vllm` beside a CPU torch; text models need none of them.

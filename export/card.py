@@ -21,6 +21,7 @@ _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag
 _LARGE_FILES = ("*.safetensors", "*.model", "*.tiktoken", "tokenizer.json")
 _LARGE = 10_000_000  # bytes; the hub refuses larger ones as plain git files
 _RECOVERY = "\n## Recovery\n"
+_FRONT = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 
 
 def git_attributes(files: Mapping[str, int]) -> str:
@@ -59,12 +60,35 @@ def _formats(selection: Selection) -> str:
     return "; ".join(found)
 
 
-def with_recovery(card: str, table: str) -> str:
+def with_recovery(card: str, table: str, model_index: list[dict[str, Any]] | None = None) -> str:
     """A card of this tool with the recovery table as its last section, in place of an earlier one. Another's card is left
-    alone."""
+    alone.
+
+    model_index: scores for the hub, for the front matter, in place of earlier ones; None leaves the front matter as it is.
+    """
     if not _is_ours(card):
         return card
-    return f"{card.partition(_RECOVERY)[0]}{_RECOVERY}\n{table.strip()}\n"
+    card = f"{card.partition(_RECOVERY)[0]}{_RECOVERY}\n{table.strip()}\n"
+    front, text = _parts(card)
+    if model_index is None or not front:
+        return card
+    facts = {**front, "model-index": model_index}
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n{text}"
+
+
+def name_of(card: str) -> str:
+    """The card's model_name; "" for a card without one."""
+    return str(_parts(card)[0].get("model_name", ""))
+
+
+def _parts(card: str) -> tuple[dict[str, Any], str]:
+    """Front matter and text; the former is {} where an owner's edit left none that can be read."""
+    found = _FRONT.match(card)
+    try:
+        facts = yaml.safe_load(found.group(1)) if found else None
+    except yaml.YAMLError:
+        facts = None
+    return (facts, card[found.end() :]) if found and isinstance(facts, dict) else ({}, card)
 
 
 def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:

@@ -363,6 +363,8 @@ def _parity(args: argparse.Namespace) -> int:
          f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
     _say(f"record: {args.out}")
     return 0 if data.holds else 1
+
+
 def _server(args: argparse.Namespace) -> Any:
     from qad.scoring import ServerChoice
 

@@ -218,6 +218,13 @@ class Measure(_Strict):
     throughput: Throughput | None = None
 
 
+class Track(_Strict):
+    """to: the library that gets a copy of the metrics; it has to be installed. project: the name there."""
+
+    to: Literal["trackio", "wandb"]
+    project: str = "nvfp4-qad"
+
+
 class Recipe(_Strict):
     """One run, whole. dtype: compute dtype of teacher and student; auto is BF16 where the hardware multiplies BF16
     natively, else FP32."""
@@ -230,6 +237,7 @@ class Recipe(_Strict):
     train: Train
     export: Export = Export()
     measure: Measure = Measure()
+    track: Track | None = None
 
     def section(self, name: str) -> dict[str, Any]:
         """One section as plain JSON types, for a stage's config."""

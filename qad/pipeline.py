@@ -5,17 +5,19 @@ RUN/text/ROLE                           what the teacher wrote, where the recipe
 RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
 RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
-RUN/report/{report.html,report.md,report.json}
+RUN/report/{report.html,report.md,report.json,tables/*}
 RUN/metrics.jsonl                       grows while training
 RUN/teacher_cache                       the teacher's distributions, where train.teacher_cache asks for it
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -25,6 +27,11 @@ from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
 from qad.measuring import Measuring
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_dense, require_enough_text, trained_arm
+from qad.tracking import Tracker, tracking
+
+if TYPE_CHECKING:
+    from harness.comparison import Comparison
+    from harness.records import Record
 
 DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
@@ -55,6 +62,11 @@ class Stopwatch:
 
 def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
+    with tracking(recipe, out.name) as tracker:
+        return _run(recipe, out, say, tracker)
+
+
+def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker) -> Path:
     clock = Stopwatch(say)
     with clock("prepare"):
         job = prepare(recipe, say, out / "text")
@@ -71,8 +83,9 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     for method in recipe.train.methods:
         with clock(f"arm {method} (train)"):
             trained_arm(
-                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True
-            )
+                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True,
+                watch=functools.partial(tracker.log, method),
+            )  # fmt: skip
     for name in ("ptq", *recipe.train.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
@@ -82,7 +95,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
-        report = report_run(out, say)
+        report = report_run(out, say, tracker=tracker)
     for line in clock.lines():
         say(line)
     say(f"report: {report}")
@@ -116,16 +129,16 @@ def _require_measurable(job: Job) -> None:
         )
 
 
-def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> Path:
+def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
     from harness.policy import load_policy
     from harness.recovery import compare
     from qad.acceptance import require_own
     from qad.comparing import noise_lines, verdict_on
-    from reports.card import recovery_table
     from reports.load import load_records
     from reports.numbers import clean
     from reports.render import render
+    from reports.rows import numbers_by_name
     from reports.tables import summary_text
 
     rules = load_policy(policy)
@@ -140,29 +153,33 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT) -> 
     verdict = verdict_on(comparison, rules)
     try:
         paths = render(out, comparison, records, verdict)
-        _complete_cards(out, {arm: recovery_table(comparison, records, arm) for arm in comparison.arms})
+        _complete_cards(out, comparison, records)
     except OSError as error:
         raise StorageError(
             f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
         ) from error
     for line in (summary_text(comparison, records), *noise_lines(comparison)):
         say(line)
+    if tracker:
+        tracker.log("report", numbers_by_name(comparison))
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")
 
 
-def _complete_cards(out: Path, tables: dict[str, str | None]) -> None:
-    """The exported folders' model cards get what was measured of them."""
-    from export.card import with_recovery
+def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:
+    """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub."""
+    from export.card import name_of, with_recovery
+    from reports.card import recovery_table
+    from reports.hub import model_index
 
-    for arm, table in tables.items():
-        folder = out / "export" / arm
+    for arm in comparison.arms:
+        table, folder = recovery_table(comparison, records, arm), out / "export" / arm
         card = folder / "README.md"
         if table is None or not card.is_file() or not (folder / MANIFEST).is_file():
             continue
         before = card.read_text(encoding="utf-8")
-        after = with_recovery(before, table)
+        after = with_recovery(before, table, model_index(comparison, arm, name_of(before)))
         if after != before:
             replace_card(folder, after)
 

@@ -245,9 +245,10 @@ def trained_arm(
     log: Path | None = None,
     cache: Path | None = None,
     replace: bool = False,
+    watch: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> Artifact:
     """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm). `cache`: folder of
-    the teacher cache, where the recipe wants one (default: beside the arm)."""
+    the teacher cache, where the recipe wants one (default: beside the arm). `watch`: called with every line of the log."""
     section = job.recipe.train
     train, validation = job.train_windows(), job.validation_windows()
     config = {"arm": method, "train": {**job.recipe.section("train"), "method": method}, **job.compute}
@@ -270,7 +271,7 @@ def trained_arm(
         )
         kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
         objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
-        trainer = Trainer(student, objective, train, validation, section, job.recipe.seed, folder, live)
+        trainer = Trainer(student, objective, train, validation, section, job.recipe.seed, folder, live, watch)
         masters = trainer.run()
         discard_state(folder)
         progress = dataclasses.asdict(trainer.progress)

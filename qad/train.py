@@ -17,6 +17,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,11 @@ class Trainer:
         seed: int,
         folder: Path,
         log: Path,
+        watch: Callable[[dict[str, Any]], object] = lambda row: None,
     ) -> None:
         self.student, self.objective, self.config, self.seed = student, objective, config, seed
         self.train_windows, self.validation_windows = train, validation
-        self.folder, self.log = folder, log
+        self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
         self.optimizer = make_optimizer(config, student.masters)
         if config.activation_checkpointing:
@@ -220,6 +222,7 @@ class Trainer:
             row["val_cross_entropy"] = found and found.loss
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        self.watch(row)
 
     def _resume(self) -> bool:
         found = load_state(self.folder, self.student.masters, self.optimizer)

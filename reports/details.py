@@ -123,6 +123,27 @@ def _contrast_cells(c: Contrast) -> list[Cell]:
     return [points, Cell(f"{c.worse} / {c.better}"), p, Cell(c.verdict), needed]
 
 
+def noise_floor(comparison: Comparison) -> Table | None:
+    """Arms measured twice on their own weights: how far such measurements are apart."""
+    rows = []
+    for arm, floor in comparison.noise_floor.items():
+        changed = ", ".join(f"{clean(name, 40)} {clean(value, 40)}" for name, value in floor.conditions.items())
+        median = NOT_MEASURED
+        if floor.median:
+            median = Cell(f"{percent(floor.median.low)} to {percent(floor.median.high)}")
+        agreement = NOT_MEASURED if floor.top1 is None else share_cell(floor.top1)
+        kl = NOT_MEASURED if floor.kl is None else number_cell(floor.kl, "nats")
+        differing = NOT_MEASURED if floor.differing is None else share_cell(floor.differing)
+        rows.append(Row(arm_name(arm), [median, differing, kl, agreement], changed))
+    if not rows:
+        return None
+    columns = ["", "Median recovery by chance", "Items with another score", "KL", "Top-1 agreement"]
+    note = (
+        "The same weights again; under the arm, what was changed on purpose. 95 % of medians would lie in that range."
+    )
+    return Table("Noise floor", columns, [Group("", rows)], note)
+
+
 def token_kl(comparison: Comparison) -> Table | None:
     """Quantiles of KL over tokens."""
     arms = [arm for arm in comparison.arms if arm in comparison.fidelity and arm != BASELINE]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from harness.comparison import Comparison
 from harness.records import Record
 from harness.verdict import Verdict
-from reports import capacity, details, figures, origin, serving, tables
+from reports import capacity, details, figures, origin, serving, strata, tables
 from reports.load import Run
 from reports.numbers import clean, people_list
 from reports.outcome import arm_name, banners, outcome, verdict_banner
@@ -91,8 +91,13 @@ METHOD = [
 ]  # fmt: skip
 
 
-def document(run: Run, comparison: Comparison, records: list[Record], verdict: Verdict | None) -> Document:
-    """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`)."""
+def document(
+    run: Run, comparison: Comparison, records: list[Record], verdict: Verdict | None, changed: list[Block]
+) -> Document:
+    """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`).
+
+    changed: the parts on single benchmarks and their items (`items.on_page`).
+    """
     models = [clean(name) for name in dict.fromkeys(record.model for record in records)]
     dates = sorted({record.created[:10] for record in records})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "at an unknown time"
@@ -103,7 +108,7 @@ def document(run: Run, comparison: Comparison, records: list[Record], verdict: V
             "Summary",
             _kept(tables.summary(comparison, records), details.checks(verdict), figures.recovery(comparison)),
         ),
-        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
+        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
         Section("training", "Training", _training(run)),
         Section("memory", "Size and memory", _memory(comparison, records)),
@@ -131,19 +136,33 @@ def _nothing(what: str) -> Text:
     return Text(f"{what} was not measured; see “What was not measured”.")
 
 
-def _benchmarks(comparison: Comparison) -> list[Block]:
-    return _kept(details.benchmarks(comparison), details.contrasts(comparison)) or [_nothing("Recovery")]
+def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
+    overview = _kept(
+        details.benchmarks(comparison),
+        details.contrasts(comparison),
+        details.noise_floor(comparison),
+        strata.outputs(comparison),
+    )
+    every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
+    return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
 
 
 def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
     blocks = _kept(
-        details.qad_against_ptq(comparison), figures.fidelity(comparison, records), details.token_kl(comparison)
+        details.qad_against_ptq(comparison),
+        figures.fidelity(comparison, records),
+        details.token_kl(comparison),
+        figures.strata(comparison),
+        strata.kl_by_stratum(comparison),
+        strata.continuations(comparison),
     )
     return blocks or [_nothing("Fidelity")]
 
 
 def _training(run: Run) -> list[Block]:
-    return _kept(figures.training(run.steps), details.validation(run.steps)) or [_nothing("The training curve")]
+    return _kept(figures.training(run.steps, run.other_steps), details.validation(run.steps)) or [
+        _nothing("The training curve")
+    ]
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -170,9 +189,12 @@ def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Bl
     items += [(f"Scores of {arm_name(arm)}", f"imported from {clean(source, 200)}") for arm, source in
               comparison.sources.items()]  # fmt: skip
     items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
-    items.append(
-        ("Noise floor", "not measured: BF16 was not run against itself, so nothing tells how much a rerun moves")
-    )
+    items += [(f"Exact KL of {arm_name(arm)}", f"not measured: what is shown is a bound of it, {clean(row.bound, 200)}")
+              for arm, row in comparison.fidelity.items() if row.bound]  # fmt: skip
+    if not comparison.noise_floor:
+        items.append(
+            ("Noise floor", "not measured: no arm was run against itself, so nothing tells how much a rerun moves")
+        )
     if capacity.serving(comparison.arms, records) is None:
         items.append(("Memory while serving", "not measured: KV capacity and peak memory need a serving engine"))
     return [Notes(items)]

@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib
+import matplotlib.patches
 import matplotlib.ticker
 
-from harness.comparison import Comparison, Estimate
+from harness.comparison import Band, Comparison, Estimate
 from harness.records import FidelityData, Record
 from reports.details import CLASSES
 from reports.load import Step
-from reports.numbers import GB, clean, gigabytes, percent, significant
+from reports.numbers import GB, clean, gigabytes, people_list, percent, significant
 from reports.outcome import BASELINE, arm_name
 from reports.parts import Figure
+from reports.strata import Curve, curves
 from reports.tables import memory_of
 
 WIDE, NARROW = 7.4, 3.5  # inches of 72 points; the page shows a point as 1.25 pixels
@@ -38,6 +40,7 @@ VARIABLES = {
     **{colour: f"other{i}" for i, colour in enumerate(OTHERS)},
     **{colour: f"class{i}" for i, colour in enumerate(CLASS_COLOURS)},
 }  # fmt: skip
+MEDIAN, NOISE_LABEL = "Median", "noise floor"
 MARKERS = {"bf16": "s", "ptq": "o", "qad": "D"}
 HATCHES = ["", "////", "", "\\\\\\\\", "", "...."]
 STYLE: dict[Any, Any] = {
@@ -62,29 +65,48 @@ def recovery(comparison: Comparison) -> Figure | None:
     lines = [line for line in lines if line[1]]
     if not lines:
         return None
+    noise = noise_bands(comparison)
     if len(lines) > 1:
-        lines.append(("Median", comparison.median_recovery))
+        lines.append((MEDIAN, comparison.median_recovery))
 
     def draw(figure: Any, narrow: bool) -> None:
         axes = figure.subplots()
+        _noise_bands(axes, [label for label, _ in lines], noise)
         _recovery_axes(axes, arms, lines, narrow)
-        arm_legend(figure, axes, arms)
+        arm_legend(figure, axes, arms, NOISE_LABEL if noise else "")
 
     height = 1.0 + (0.2 + 0.2 * len(arms)) * len(lines)
     described = "; ".join(
         f"{clean(label, 60)}: " + ", ".join(f"{arm_name(arm)} {percent(e.value)}" for arm, e in found.items())
         for label, found in lines
     )
-    return draw_figure(
-        "recovery", draw, (height, height), f"Recovery by benchmark with 95 % intervals. {described}.",
-        "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval.",
-    )  # fmt: skip
+    caption = "Recovery of BF16's score, with 95 % intervals. The line marks 100 %; an open marker has no interval."
+    if noise:
+        caption += " The shaded band holds 95 % of what an arm measured twice on the same weights shows by chance."
+    alt = f"Recovery by benchmark with 95 % intervals. {described}."
+    return draw_figure("recovery", draw, (height, height), alt, caption)
+
+
+def noise_bands(comparison: Comparison) -> dict[str, Band]:
+    """Label of a benchmark, or MEDIAN -> the widest band among the arms that were measured twice."""
+    found: dict[str, list[Band]] = {}
+    for floor in comparison.noise_floor.values():
+        for label, band in {**floor.benchmarks, **({MEDIAN: floor.median} if floor.median else {})}.items():
+            found.setdefault(label, []).append(band)
+    return {label: max(bands, key=lambda band: band.high - band.low) for label, bands in found.items()}
+
+
+def _noise_bands(axes: Any, labels: list[str], noise: dict[str, Band]) -> None:
+    for place, label in enumerate(labels):
+        band = noise.get(label)
+        if band and band.low < band.high:
+            axes.barh(place, 100 * (band.high - band.low), left=100 * band.low, height=0.9, color=RULE, zorder=0)
 
 
 def _recovery_axes(axes: Any, arms: list[str], lines: list[tuple[str, dict[str, Estimate]]], narrow: bool) -> None:
     axes.axvline(100, color=INK, linewidth=1.0, zorder=1)
     for place, (label, found) in enumerate(lines):
-        if label == "Median" and place == len(lines) - 1 and place:
+        if label == MEDIAN and place == len(lines) - 1 and place:
             axes.axhline(place - 0.5, color=RULE, linewidth=0.8)
         for i, arm in enumerate(arms):
             if arm not in found:
@@ -144,6 +166,44 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
     return draw_figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
 
 
+def strata(comparison: Comparison) -> Figure | None:
+    """KL by position and by the teacher's entropy, with intervals."""
+    panels = curves(comparison)
+    if not panels:
+        return None
+    arms = list(next(iter(panels.values()))[1])
+
+    def draw(figure: Any, narrow: bool) -> None:
+        grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
+        for (label, (names, lines)), axes in zip(panels.items(), [grid] if len(panels) == 1 else grid, strict=True):
+            _stratum_axes(axes, label, names, lines)
+        arm_legend(figure, figure.axes[0], arms)
+
+    caption = (
+        "KL from the teacher, in nats per token, with 95 % intervals: by the number of tokens before, each place up to the "
+        "next; by tenths of the tokens, those first of which the teacher was surest."
+    )
+    alt = f"KL divergence from the teacher by {people_list(list(panels))} for {people_list(list(map(arm_name, arms)))}."
+    return draw_figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
+
+
+def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None:
+    for i, (arm, points) in enumerate(lines.items()):
+        known = [(place, *point) for place, point in enumerate(points) if point]
+        shift = 0.12 * (i - (len(lines) - 1) / 2)
+        axes.plot([p + shift for p, *_ in known], [value for _, value, *_ in known], color=arm_colour(arm),
+                  marker=arm_marker(arm), markersize=4.5, linewidth=1.4)  # fmt: skip
+        for place, _, low, high in known:
+            if low is not None and high is not None:
+                axes.plot([place + shift] * 2, [low, high], color=arm_colour(arm), linewidth=1.0)
+    axes.set_xticks(range(len(names)), [clean(name, 8) for name in names])
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_xlabel(label)
+    axes.set_ylabel("KL, nats")
+
+
 def _quantiles(token_kl: dict[str, float]) -> list[tuple[str, float]]:
     names = {"p50": "50", "p90": "90", "p99": "99", "p99_9": "99.9", "max": "max"}
     return [(name, token_kl[key]) for key, name in names.items() if token_kl.get(key, 0) > 0]
@@ -200,13 +260,18 @@ def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     axes.set_ylabel("QAD: the same sequence")
 
 
-def training(steps: list[Step]) -> Figure | None:
-    """Train and validation KL over training tokens; the PTQ start and the best validation are marked."""
+def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
+    """Train and validation KL over training tokens; the PTQ start and the best validation are marked.
+
+    others: arm -> its steps; their validation KL is drawn beside QAD's.
+    """
     train = [(s.tokens, s.kl) for s in steps if s.kl is not None]
     valid = [(s.tokens, s.val_kl) for s in steps if s.val_kl is not None]
     if len(train) < 2 and len(valid) < 2:
         return None
     best = min(valid, key=lambda point: point[1]) if valid else None
+    beside = {arm: [(s.tokens, s.val_kl) for s in found if s.val_kl is not None] for arm, found in others.items()}
+    beside = {arm: points for arm, points in beside.items() if points}
 
     def draw(figure: Any, narrow: bool) -> None:
         axes = figure.subplots()
@@ -221,6 +286,9 @@ def training(steps: list[Step]) -> Figure | None:
             )  # fmt: skip
             if valid[0][0] == 0:
                 _mark_start(axes, valid[0][1])
+        for arm, points in beside.items():
+            axes.plot(*zip(*points, strict=True), color=arm_colour(arm), marker=arm_marker(arm), markersize=4.5, linewidth=1.5,
+                      linestyle=(0, (1, 1)), label=f"validation, {arm_name(arm)}")  # fmt: skip
         if best:
             axes.plot([best[0]], [best[1]], marker="o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
             axes.annotate(
@@ -237,7 +305,7 @@ def training(steps: list[Step]) -> Figure | None:
         axes.locator_params(axis="x", nbins=4 if narrow else 7)
         axes.set_xlabel("training tokens")
         axes.set_ylabel("KL, nats per token")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2 if narrow else 4)
 
     alt = "KL divergence while training"
     if best:
@@ -309,14 +377,18 @@ def arm_marker(arm: str) -> str:
     return MARKERS.get(arm, "^")
 
 
-def arm_legend(figure: Any, axes: Any, arms: list[str]) -> None:
+def arm_legend(figure: Any, axes: Any, arms: list[str], band: str = "") -> None:
     handles = [
         axes.plot(
             [], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm)
         )[0]
         for arm in arms
     ]
-    figure.legend(handles, [arm_name(arm) for arm in arms], loc="outside upper left", ncols=len(arms))
+    labels = [arm_name(arm) for arm in arms]
+    if band:
+        handles.append(matplotlib.patches.Patch(color=RULE))
+        labels.append(band)
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
 
 
 def draw_figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:

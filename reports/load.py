@@ -16,6 +16,7 @@ from harness.records import ARMS, Record
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")
 METRICS = "metrics.jsonl"
+OTHER_METRICS = "metrics-*.jsonl"  # of other trained arms: metrics-qat.jsonl
 RECIPE = "recipe.yaml"
 MANIFEST = "qad_manifest.json"
 
@@ -49,8 +50,8 @@ class SplitText:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """recipe: the YAML text, "" if there is none. manifests: path inside the run -> facts, sorted by path. text: what each
-    role read, as far as it is known.
+    """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is
+    none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
     missing: (what was not measured, why), in the order of the report.
     """
@@ -60,6 +61,7 @@ class Run:
     manifests: dict[str, dict[str, Any]]
     missing: list[tuple[str, str]]
     text: list[SplitText] = dataclasses.field(default_factory=list)
+    other_steps: dict[str, list[Step]] = dataclasses.field(default_factory=dict)
 
 
 def load_records(run: Path) -> list[Record]:
@@ -74,7 +76,9 @@ def load_run(run: Path, given: list[Record]) -> Run:
     recipe = _text(run / RECIPE)
     if not recipe:
         missing.append(("recipe", f"not known: the run holds no {RECIPE}"))
-    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given))
+    others = {path.stem.partition("-")[2]: _read_steps(path)[0] for path in sorted(run.glob(OTHER_METRICS))}
+    others = {arm: found for arm, found in others.items() if found}
+    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others)
 
 
 def _paths(run: Path) -> list[Path]:
@@ -108,7 +112,17 @@ def _missing_records(run: Path, given: list[Record]) -> list[tuple[str, str]]:
 
 
 def _steps(path: Path, missing: list[tuple[str, str]]) -> list[Step]:
-    """One entry a step; where a resumed run wrote a step again, the later line counts."""
+    found, broken = _read_steps(path)
+    if not found:
+        missing.append(("training curve", f"not measured: the run holds no readable {METRICS}"))
+    elif broken:
+        missing.append((f"{broken} lines of {METRICS}", "they cannot be read"))
+    return found
+
+
+def _read_steps(path: Path) -> tuple[list[Step], int]:
+    """One entry a step, and the number of lines that cannot be read; where a resumed run wrote a step again, the later
+    line counts."""
     found: dict[int, Step] = {}
     broken = 0
     for line in _text(path).splitlines():
@@ -119,11 +133,7 @@ def _steps(path: Path, missing: list[tuple[str, str]]) -> list[Step]:
             broken += 1
             continue
         found[step.step] = step
-    if not found:
-        missing.append(("training curve", f"not measured: the run holds no readable {METRICS}"))
-    elif broken:
-        missing.append((f"{broken} lines of {METRICS}", "they cannot be read"))
-    return [found[step] for step in sorted(found)]
+    return [found[step] for step in sorted(found)], broken
 
 
 _CURVES = ("kl", "lr", "tokens_per_s", "val_kl")

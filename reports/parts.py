@@ -78,7 +78,30 @@ class Notes:
     items: list[tuple[str, str]]
 
 
-Block = Table | Figure | Text | Code | Notes
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    """Of a part of a section."""
+
+    kind: ClassVar[str] = "heading"
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """title: which item, with its scores. facts: (what, text); [] where only the scores are known."""
+
+    title: str
+    facts: list[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    kind: ClassVar[str] = "examples"
+    title: str
+    items: list[Example]
+
+
+Block = Table | Figure | Text | Code | Notes | Heading | Examples
 
 
 @dataclasses.dataclass(frozen=True)

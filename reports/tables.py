@@ -146,12 +146,17 @@ def fidelity_group(comparison: Comparison) -> Group:
         return Row(label, [*cells, n], detail)
 
     rows = [
-        row("KL divergence", "nats per token", lambda f: number_cell(f.kl, "nats")),
+        row("KL divergence", "nats per token", _kl_cell),
         row("Top-1 agreement", "share of tokens", lambda f: share_cell(f.top1)),
         row("Perplexity", "of the test text, per token", lambda f: number_cell(f.perplexity), own=True),
         row("Perplexity ratio", "to the teacher's", lambda f: number_cell(f.perplexity_ratio, "×")),
     ]
     return Group("Fidelity to the BF16 teacher", rows)
+
+
+def _kl_cell(row: FidelityRow) -> Cell:
+    cell = number_cell(row.kl, "nats")
+    return Cell(cell.text, cell.detail, ("lower bound",) if row.bound else ())
 
 
 def memory_of(records: list[Record]) -> dict[str, MemoryData]:

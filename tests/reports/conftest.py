@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,37 @@ def write_run(run: Path, records: list[Record]) -> None:
     for name in ("arms/ptq", "arms/qad", "export/qad"):
         (run / name).mkdir(parents=True, exist_ok=True)
         (run / name / "qad_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def write_samples(run: Path, records: list[Record], text: str = "Is {0} right?") -> None:
+    """What an accuracy measurement keeps of every answer; the columns that a report reads."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for record in records:
+        if not isinstance(record.data, AccuracyData):
+            continue
+        rows = [
+            {"task": task.task, "filter": task.filter, "doc_hash": item.doc_hash, "prompt_hash": item.prompt_hash,
+             "repeat": 0, "prompt": text.format(item.doc_hash), "target": "yes",
+             "text": f"{text.format(record.arm)} {'yes' if item.score else 'no'}"}
+            for task in record.data.tasks for item in task.items
+        ]  # fmt: skip
+        path = run / "measure" / record.arm / "accuracy.samples.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture
+def keep_samples() -> Callable[..., None]:
+    """Writes the samples of a run's records: (run, records, text with a place for what is asked)."""
+    return write_samples
+
+
+@pytest.fixture
+def record_of() -> Callable[..., Record]:
+    """Makes a record of an arm and its data."""
+    return make_record
 
 
 @pytest.fixture(scope="session")

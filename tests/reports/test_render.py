@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from harness.comparison import Band, NoiseFloor
 from harness.gate import judge
 from harness.policy import DEFAULT, load_policy
 from harness.records import AccuracyData, FidelityData, Record, ThroughputData
 from harness.recovery import compare
+from reports.figures import noise_bands
 from reports.render import render
 from reports.tables import summary, summary_text
 
@@ -65,7 +67,7 @@ class Page(HTMLParser):
 def rendered(run: Path, records: list[Record]) -> tuple[str, str, dict[str, Any]]:
     comparison = compare(records)
     verdict = judge(comparison, load_policy(DEFAULT)) if set(comparison.arms) - {"bf16"} else None
-    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, comparison, records, verdict))
+    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, comparison, records, verdict)[:3])
     return html, md, json.loads(raw)
 
 
@@ -83,16 +85,19 @@ def only_accuracy(record: Record, change: Callable[[Any], Any]) -> Record:
 @pytest.mark.usefixtures("drawn")
 def test_two_renders_give_the_same_bytes(run: Path, records: list[Record]) -> None:
     paths = render(run, compare(records), records)
-    assert [path.name for path in paths] == ["report.html", "report.md", "report.json"]
+    assert [path.name for path in paths[:3]] == ["report.html", "report.md", "report.json"]
     first = [path.read_bytes() for path in paths]
     again = render(run, compare(records[::-1]), records[::-1])
     assert [path.read_bytes() for path in again] == first
-    assert sorted(path.name for path in (run / "report").iterdir()) == ["report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in (run / "report").iterdir()) == [
+        "report.html", "report.json", "report.md", "tables",
+    ]  # fmt: skip
+    assert not list(run.rglob("*.partial"))
 
 
 def test_the_place_of_the_run_is_not_in_it(run: Path, records: list[Record]) -> None:
     for path in render(run, compare(records), records):
-        assert str(run.parent) not in path.read_text(encoding="utf-8")
+        assert str(run.parent).encode() not in path.read_bytes()
 
 
 def test_reports_import_records_and_comparison_only() -> None:
@@ -218,7 +223,7 @@ def test_json_keeps_every_digit(run: Path, records: list[Record]) -> None:
     comparison = compare(records)
     _, _, raw = rendered(run, records)
     assert raw["comparison"]["fidelity"]["qad"]["kl"]["value"] == comparison.fidelity["qad"].kl.value
-    assert raw["memory"]["qad"]["bytes_by_class"]["fp4_codes"] == 53_084_160
+    assert raw["memory"]["qad"]["data"]["bytes_by_class"]["fp4_codes"] == 53_084_160
     assert len(raw["training"]) == 51
     assert len(raw["records"]) == 12
     assert len({record["sha256"] for record in raw["records"]}) == 12
@@ -227,7 +232,7 @@ def test_json_keeps_every_digit(run: Path, records: list[Record]) -> None:
 def test_markdown_tables_are_rectangular(run: Path, records: list[Record]) -> None:
     _, md, _ = rendered(run, records)
     tables = re.findall(r"(?:^\|.*\n)+", md, re.MULTILINE)
-    assert len(tables) == 12
+    assert len(tables) == 14
     for table in tables:
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1, table
@@ -344,6 +349,35 @@ def test_differences_inside_noise_are_called_so(run: Path, records: list[Record]
     assert "Within noise means that the interval holds 100 %, not that the arms are equal." in md
 
 
+@pytest.mark.usefixtures("drawn")
+def test_the_noise_floor_is_a_band_behind_the_dots(run: Path, records: list[Record]) -> None:
+    comparison = compare(records)
+    band, wide = Band(0.99, 1.01), Band(0.97, 1.03)
+    floors = {
+        arm: NoiseFloor(arm, {"batch_size": 7}, median, {"qad_facts": median}, comparison.kl_ratio, None, None)
+        for arm, median in (("bf16", band), ("ptq", wide))
+    }
+    found = dataclasses.replace(comparison, noise_floor=floors)
+    assert noise_bands(found) == {"qad_facts": wide, "Median": wide}
+    html, md, raw = (path.read_text(encoding="utf-8") for path in render(run, found, records)[:3])
+    assert html.count(">noise floor</text>") == 2
+    assert "| PTQ (batch\\_size 7) | 97.0 % to 103.0 % | 45.9 %" in md
+    assert "no arm was run against itself" not in md
+    assert json.loads(raw)["comparison"]["noise_floor"]["ptq"]["median"] == {"low": 0.97, "high": 1.03}
+    plain = render(run, comparison, records)[0].read_text(encoding="utf-8")
+    assert "noise floor</text>" not in plain
+    assert "no arm was run against itself" in plain
+
+
+def test_the_curve_of_another_trained_arm_is_beside_qads(run: Path, records: list[Record]) -> None:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").replace("0.442", "0.5")
+    (run / "metrics-qat.jsonl").write_text(lines, encoding="utf-8")
+    raw = rendered(run, records)[2]
+    assert [step["step"] for step in raw["training_of"]["qat"]] == list(range(51))
+    assert raw["training_of"]["qat"][0]["val_kl"] == 0.5
+    assert raw["training"][0]["val_kl"] == 0.442
+
+
 def test_two_filters_are_both_named(run: Path, records: list[Record]) -> None:
     def two(record: Record) -> Record:
         if not isinstance(record.data, AccuracyData):
@@ -411,6 +445,26 @@ def test_hostile_text_is_text(run: Path, records: list[Record]) -> None:
     assert "<" not in outside
     assert not re.search(r"(?<!\\)`", outside)
     assert raw["title"].startswith("<script>")
+
+
+def test_hostile_samples_are_text(run: Path, records: list[Record], keep_samples: Callable[..., None]) -> None:
+    """What a model was asked and said: scripts, control characters, right-to-left text, lines of 10 KB."""
+    keep_samples(run, records, "What is {0}?")
+    plain = Page(rendered(run, records)[0])
+    said = HOSTILE.replace("\ud800", "") + "\n| a | b |\n---\n\u05e9\u05dc\u05d5\u05dd\r\n" + "W" * 10_000 + " {0}"
+    keep_samples(run, records, said)
+    html, md, _ = rendered(run, records)
+    page = Page(html)
+    assert (page.tags, page.attributes, page.ids) == (plain.tags, plain.attributes, plain.ids)
+    assert page.text.count("<script>alert(1)</script>") > 12
+    assert "\u05e9\u05dc\u05d5\u05dd" in page.text
+    assert len(html.encode()) < 1_000_000
+    for text in (html, md):
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069]", text)
+    outside = re.sub(r"(?ms)^(`{3,})yaml$.*?^\1$", "", md)
+    assert "<" not in outside
+    headings = re.findall(r"^#+ .*", md, re.MULTILINE)
+    assert len(headings) == len(re.findall(r"<h[123]", html))
 
 
 def test_markdown_of_hostile_text_keeps_its_tables(run: Path, records: list[Record]) -> None:

@@ -1,0 +1,149 @@
+"""report.json: what it holds, as typed data, so that its JSON Schema (reports/schema.json) is generated from here.
+
+Every number is unrounded; null where one is not known or not finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from harness.comparison import Comparison
+from harness.records import Engine, MemoryData, Record, ThroughputPoint
+from harness.verdict import Verdict
+from reports import items, origin
+from reports.load import Run, SplitText, Step
+from reports.parts import Banner, Document
+from reports.tables import memory_of, points_of
+
+SCHEMA_VERSION = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    what: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmMemory:
+    """The record's data, with bits on disk per parameter and the share of parameters in four bits."""
+
+    data: MemoryData
+    effective_bits: float | None
+    quantized_share: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """Items of one benchmark under one arm that score worse or better than under BF16. All of them, one by one, are in
+    tables/items.parquet."""
+
+    task: str
+    filter: str
+    metric: str
+    arm: str
+    items: int
+    worse: int
+    better: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFacts:
+    """A record without its data. sha256: of its canonical JSON."""
+
+    kind: str
+    sha256: str
+    arm: str
+    model: str
+    checkpoint: str
+    engine: Engine
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    created: str
+    seconds: float
+    schema_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """report.json. memory, throughput: keyed by arm. training: lines of metrics.jsonl; training_of: of the other trained
+    arms. manifests: path inside the run -> that stage's manifest. changed: by benchmark and arm."""
+
+    schema_version: int
+    title: str
+    subtitle: str
+    verdict: Verdict | None
+    outcome: list[str]
+    banners: list[Banner]
+    comparison: Comparison
+    changed: list[Changes]
+    memory: dict[str, ArmMemory]
+    throughput: dict[str, list[ThroughputPoint]]
+    training: list[Step]
+    training_of: dict[str, list[Step]]
+    not_measured: list[Missing]
+    recipe: str
+    text: list[SplitText]
+    records: list[RecordFacts]
+    manifests: dict[str, dict[str, Any]]
+
+
+def contents(
+    document: Document,
+    comparison: Comparison,
+    records: list[Record],
+    run: Run,
+    verdict: Verdict | None,
+    pairs: list[items.Pair],
+) -> dict[str, Any]:
+    """Plain JSON types."""
+    value = Contents(
+        schema_version=SCHEMA_VERSION,
+        title=document.title,
+        subtitle=document.subtitle,
+        verdict=verdict,
+        outcome=document.outcome,
+        banners=document.banners,
+        comparison=comparison,
+        changed=_changes(pairs),
+        memory={arm: _memory(data) for arm, data in memory_of(records).items()},
+        throughput=points_of(records),
+        training=run.steps,
+        training_of=run.other_steps,
+        not_measured=[Missing(what, why) for what, why in run.missing],
+        recipe=run.recipe,
+        text=run.text,
+        records=[_facts(record) for record in records],
+        manifests=run.manifests,
+    )
+    plain: dict[str, Any] = finite(dataclasses.asdict(value))
+    return plain
+
+
+def _memory(data: MemoryData) -> ArmMemory:
+    known = data.parameters > 0
+    return ArmMemory(data, data.effective_bits if known else None, data.quantized_share if known else None)
+
+
+def _changes(pairs: list[items.Pair]) -> list[Changes]:
+    counts: dict[tuple[str, str, str, str], list[str]] = {}
+    for pair in pairs:
+        counts.setdefault((pair.task, pair.filter, pair.metric, pair.arm), []).append(pair.change)
+    return [Changes(*key, len(found), found.count("worse"), found.count("better")) for key, found in counts.items()]
+
+
+def _facts(record: Record) -> RecordFacts:
+    kept = {f.name for f in dataclasses.fields(RecordFacts)} - {"kind", "sha256"}
+    values = {name: getattr(record, name) for name in kept}
+    return RecordFacts(kind=record.kind, sha256=origin.record_hash(record), **values)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: what is not a number is null."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,50 @@
+"""What the hub reads in a model card: `model-index` with one entry a benchmark, by huggingface_hub's own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.comparison import BenchmarkRow, Comparison
+from reports.numbers import clean
+from reports.outcome import BASELINE
+
+
+def model_index(comparison: Comparison, arm: str, model_name: str) -> list[dict[str, Any]] | None:
+    """The arm's scores and their recovery, unrounded, as plain YAML types; None where no benchmark was scored.
+
+    Imported scores are left out: they are somebody else's.
+    """
+    from huggingface_hub import EvalResult
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    results = [
+        EvalResult(task_type="text-generation", dataset_type=clean(row.task), dataset_name=_name(row),
+                   dataset_args=_arguments(row), **metric)
+        for row in comparison.benchmarks
+        if arm != BASELINE and not row.imported
+        for metric in _metrics(row, arm)
+    ]  # fmt: skip
+    index: list[dict[str, Any]] = eval_results_to_model_index(clean(model_name), results)
+    return index if results else None
+
+
+def _name(row: BenchmarkRow) -> str:
+    return clean(row.task if row.filter in ("", "none") else f"{row.task} (filter {row.filter})")
+
+
+def _arguments(row: BenchmarkRow) -> dict[str, int]:
+    known = {"num_few_shot": row.n_shot, "items": row.n, "limit": row.limit}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _metrics(row: BenchmarkRow, arm: str) -> list[dict[str, Any]]:
+    score, recovery = row.score.get(arm), row.recovery.get(arm)
+    if score is None:
+        return []
+    found = [{"metric_type": clean(row.metric), "metric_value": score.value, "metric_name": clean(row.metric)}]
+    if recovery is not None:
+        name = "recovery of BF16's score"
+        if recovery.low is not None and recovery.high is not None:
+            name += f", 95 % interval {recovery.low:.4f} to {recovery.high:.4f}"
+        found.append({"metric_type": "recovery", "metric_value": recovery.value, "metric_name": name})
+    return found

@@ -1,0 +1,147 @@
+"""The numbers as flat tables for other programs: RUN/report/tables/NAME.csv and NAME.parquet, the same rows in both.
+
+estimates: every number of the comparison with its interval. items: every item beside BF16's. memory, throughput,
+training: the raw values. Numbers are unrounded. Text in Parquet is as it was; in CSV it is one visible line that no
+spreadsheet takes for a formula.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from harness.comparison import Comparison, Estimate
+from harness.records import Record
+from reports.items import Pair
+from reports.load import Run
+from reports.numbers import clean
+from reports.tables import memory_of, points_of
+
+_FORMULA = ("=", "+", "-", "@")
+CSV_LIMIT = 400  # characters of a text
+_NUMBERS: dict[str, dict[str, type]] = {
+    "estimates": {"value": float, "low": float, "high": float, "n": int, "clusters": int},
+    "items": {"repeat": int, "bf16": float, "score": float},
+    "memory": {"bytes": int},
+    "throughput": {"batch": int, "input_tokens": int, "output_tokens": int, "repeat": int, "tokens_per_s": float},
+    "training": {"step": int, "tokens": int, "kl": float, "lr": float, "tokens_per_s": float, "val_kl": float},
+}
+_TEXTS: dict[str, list[str]] = {
+    "estimates": ["quantity", "arm", "against", "benchmark", "metric", "filter", "unit", "method", "note"],
+    "items": ["task", "filter", "metric", "arm", "doc_hash", "prompt_hash", "cluster", "change"],
+    "memory": ["arm", "class"],
+    "throughput": ["arm", "phase"],
+    "training": ["arm"],
+}
+
+
+def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: list[Pair]) -> dict[str, bytes]:
+    """File name -> contents, two of each table; an empty table has its columns."""
+    steps = {"qad": run.steps, **run.other_steps}
+    rows = {
+        "estimates": list(estimates(comparison)),
+        "items": [dataclasses.asdict(pair) for pair in pairs],
+        "memory": [
+            {"arm": arm, "class": name, "bytes": count}
+            for arm, data in memory_of(records).items()
+            for name, count in {**data.bytes_by_class, "files": data.file_bytes}.items()
+        ],
+        "throughput": [
+            {"arm": arm, "phase": p.phase, "batch": p.batch, "input_tokens": p.input_tokens,
+             "output_tokens": p.output_tokens, "repeat": repeat, "tokens_per_s": rate}
+            for arm, points in points_of(records).items() for p in points for repeat, rate in enumerate(p.tokens_per_s)
+        ],
+        "training": [{"arm": arm, **dataclasses.asdict(step)} for arm, found in steps.items() for step in found],
+    }  # fmt: skip
+    files = {}
+    for name, entries in rows.items():
+        files[f"{name}.csv"], files[f"{name}.parquet"] = _csv(name, entries), _parquet(name, entries)
+    return files
+
+
+def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """One row an estimate, whatever it is of. unit: share (1 is 100 %), score, nats, ratio, bytes ratio."""
+
+    def row(quantity: str, arm: str, estimate: Estimate | None, unit: str, **more: str) -> Iterator[dict[str, Any]]:
+        if estimate is not None:
+            facts = dataclasses.asdict(estimate)
+            yield {"quantity": quantity, "arm": arm, "unit": unit, "against": "", "benchmark": "", **facts, **more}
+
+    for b in comparison.benchmarks:
+        which = {"benchmark": b.task, "metric": b.metric, "filter": b.filter}
+        for arm, score in b.score.items():
+            yield from row("score", arm, score, "score", **which)
+        for name, by_arm in (("recovery", b.recovery), ("recovery_above_chance", b.recovery_above_chance)):
+            for arm, recovery in by_arm.items():
+                yield from row(name, arm, recovery, "share", against="bf16", **which)
+    for arm, median in comparison.median_recovery.items():
+        yield from row("median_recovery", arm, median, "share", against="bf16")
+    for arm, (label, worst) in comparison.worst.items():
+        yield from row("worst_recovery", arm, worst, "share", against="bf16", benchmark=label)
+    yield from row("median_gain", "qad", comparison.median_gain, "share", against="ptq")
+    for c in comparison.contrasts:
+        yield from row("difference", c.arm, c.difference, "score", against=c.against, benchmark=c.benchmark)
+    for arm, found in comparison.fidelity.items():
+        for name, unit in (
+            ("kl", "nats"),
+            ("top1", "share"),
+            ("perplexity", "perplexity"),
+            ("perplexity_ratio", "ratio"),
+        ):
+            yield from row(name, arm, getattr(found, name), unit, against="bf16" if name != "perplexity" else "")
+    yield from row("kl_ratio", "qad", comparison.kl_ratio, "ratio", against="ptq")
+    yield from row("perplexity_gap_closed", "qad", comparison.perplexity_gap_closed, "share", against="ptq")
+    for arm, ratios in comparison.throughput_ratio.items():
+        for phase, ratio in ratios.items():
+            yield from row("speed_ratio", arm, ratio, "ratio", against="bf16", benchmark=phase)
+    for arm, ratio in comparison.memory_ratio.items():
+        yield from row("size_ratio", arm, ratio, "ratio", against="bf16")
+    for arm, share in comparison.failure_share.items():
+        yield from row("failure_share", arm, share, "share")
+
+
+def numbers_by_name(comparison: Comparison) -> dict[str, float]:
+    """recovery/qad/TASK -> value: the estimates for a tracker, which knows names and numbers only."""
+    names = ("quantity", "arm", "benchmark", "filter")
+    return {
+        "/".join(clean(row[name], 60) for name in names if row.get(name) not in (None, "", "none")): row["value"]
+        for row in estimates(comparison)
+        if row["quantity"] != "difference"
+    }
+
+
+def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
+    import pyarrow as pa
+
+    kinds: dict[type, Any] = {float: pa.float64(), int: pa.int64()}
+    schema = pa.schema(
+        [(column, pa.string()) for column in _TEXTS[name]]
+        + [(column, kinds[kind]) for column, kind in _NUMBERS[name].items()]
+    )
+    columns = {c: [text(str(row.get(c, ""))) for row in rows] for c in _TEXTS[name]}
+    columns |= {c: [row.get(c) for row in rows] for c in _NUMBERS[name]}
+    return pa.table(columns, schema=schema)
+
+
+def _csv(name: str, rows: list[dict[str, Any]]) -> bytes:
+    from pyarrow import csv
+
+    out = io.BytesIO()
+    csv.write_csv(_table(name, rows, _plain_line), out)
+    return out.getvalue()
+
+
+def _parquet(name: str, rows: list[dict[str, Any]]) -> bytes:
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    # A lone surrogate, which a broken answer may hold, is no UTF-8.
+    pq.write_table(_table(name, rows, lambda s: s.encode("utf-8", "replace").decode("utf-8")), out, compression="zstd")
+    return out.getvalue()
+
+
+def _plain_line(text: str) -> str:
+    shown = clean(text, CSV_LIMIT)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown

@@ -1,0 +1,68 @@
+"""What the hub reads in a card: the scores themselves, unrounded, and nothing that a hostile name could turn into YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import yaml
+from huggingface_hub import ModelCard
+
+from export.card import name_of, with_recovery
+from harness.records import AccuracyData, Record
+from harness.recovery import compare
+from reports.hub import model_index
+
+CARD = "---\nmodel_name: Tiny, NVFP4 (QAD)\ntags:\n- nvfp4-qad\n---\n\n# Tiny\n"
+
+
+def test_scores_and_recovery_are_read_by_the_hub_library(records: list[Record]) -> None:
+    comparison = compare(records)
+    card = with_recovery(CARD, "| table |", model_index(comparison, "qad", name_of(CARD)))
+    read = ModelCard(card).data
+    assert read.model_name == "Tiny, NVFP4 (QAD)"
+    results = read.eval_results or []
+    assert [(r.dataset_type, r.metric_type) for r in results] == [
+        ("qad_agreement", "acc"), ("qad_agreement", "recovery"), ("qad_facts", "acc"), ("qad_facts", "recovery"),
+    ]  # fmt: skip
+    row = comparison.benchmarks[0]
+    recovery = row.recovery["qad"]
+    assert recovery is not None
+    assert [r.metric_value for r in results[:2]] == [row.score["qad"].value, recovery.value]
+    assert results[0].dataset_args == {"num_few_shot": 0, "items": 300}
+    assert "95 % interval" in str(results[1].metric_name)
+
+
+def test_a_second_report_replaces_the_first(records: list[Record]) -> None:
+    index = model_index(compare(records), "qad", "Tiny")
+    once = with_recovery(CARD, "| table |", index)
+    assert with_recovery(once, "| table |", index) == once
+    assert once.count("model-index") == 1
+
+
+def test_bf16_and_unmeasured_arms_have_none(records: list[Record]) -> None:
+    comparison = compare([record for record in records if record.kind != "accuracy"])
+    assert model_index(comparison, "qad", "Tiny") is None
+    assert model_index(compare(records), "bf16", "Tiny") is None
+
+
+def test_a_card_whose_front_matter_was_broken_keeps_it(records: list[Record]) -> None:
+    broken = CARD.replace("tags:", "tags: [")
+    assert "model-index" not in with_recovery(broken, "| table |", model_index(compare(records), "qad", "Tiny"))
+    assert name_of(broken) == ""
+
+
+def test_hostile_names_stay_names(records: list[Record]) -> None:
+    name = "a: b\n---\n<script>\x00\u202e'\"" + "W" * 10_000
+
+    def renamed(record: Record) -> Record:
+        if not isinstance(record.data, AccuracyData):
+            return record
+        tasks = [dataclasses.replace(task, task=name + task.task, metric=name) for task in record.data.tasks]
+        return dataclasses.replace(record, data=AccuracyData(tasks))
+
+    index = model_index(compare([renamed(r) for r in records if r.kind == "accuracy"]), "qad", name)
+    card = with_recovery(CARD, "| table |", index)
+    facts = yaml.safe_load(card.split("\n---\n")[0].removeprefix("---\n"))
+    assert sorted(facts) == ["model-index", "model_name", "tags"]
+    assert facts["model-index"][0]["name"].startswith("a: b\ufffd---\ufffd<script>\ufffd\ufffd'\"W")
+    assert card.split("\n---\n", 1)[1].startswith("\n# Tiny")
