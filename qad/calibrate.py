@@ -152,7 +152,7 @@ def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: 
         largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise SourceError(f"the input of {group[0]} is {largest.item()} in the BF16 model: the source is damaged")
-        amax, eight = largest * headroom, selection.format_of(group[0]) == FP8
-        scale = (fp8.scale_from_amax(amax) if eight else nvfp4.global_scale_from_amax(amax)).cpu()
+        limit, eight = largest * headroom, selection.format_of(group[0]) == FP8
+        scale = (fp8.scale_from_amax(limit) if eight else nvfp4.global_scale_from_amax(limit)).cpu()
         scales.update(dict.fromkeys(group, scale))
     return scales
