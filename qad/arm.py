@@ -240,7 +240,7 @@ def quantize_group(
     """
     quantized: dict[str, Quantized] = {}
     if format == FP8:
-        shared, scales = group_global_scale(weights, FP8), {}
+        shared = group_global_scale(weights, FP8)
     else:
         scales, largest = _group_scales(weights, frozen)
         if largest is not None and nvfp4.is_degenerate(largest):

@@ -102,7 +102,7 @@ def _table(flat: Any) -> Tensor:
 def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Output [t, N] of every Linear whose input is given, alone; fused ones are taken apart into the checkpoint's names."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    found = {}
+    found: dict[str, Tensor] = {}
     with torch.inference_mode():
         for name, module in model.named_modules():
             parent, _, leaf = name.rpartition(".")
