@@ -64,6 +64,7 @@ def test_nothing_said_is_unknown(tmp_path: Path) -> None:
          "FlashInferCutlassNvFp4LinearKernel + FLASHINFER_TRTLLM experts (native FP4)"),
         ("vllm-0.32-fallback.log", False, False, "MarlinNvFp4LinearKernel (weight-only, not native FP4)"),
         ("vllm-0.32-emulation.log", True, False, "EmulationNvFp4LinearKernel (FP4 emulated)"),
+        ("vllm-0.32-cpu-nvfp4.log", True, False, "CpuNvFp4LinearKernel (FP4 emulated)"),
     ],
 )  # fmt: skip
 def test_the_kernel_comes_from_the_log(
