@@ -30,7 +30,8 @@ class Serving:
     """How the arms are served: by an engine that is started, or by a server that runs.
 
     engine: vllm or trtllm, started where `url` is None. python, dtype, max_model_len, options: of the engine. url, log: of the
-    running server. driver, driver_python: the load tool and the environment it is in (default: the first found).
+    running server. driver, driver_python: the load tool and the environment it is in (default: the first found). ready_s: how
+    long a started engine may take until it answers.
     """
 
     engine: str | None
@@ -42,6 +43,7 @@ class Serving:
     log: Path | None = None
     driver: str | None = None
     driver_python: str | None = None
+    ready_s: float = 600.0
 
 
 def measure_served(
@@ -114,7 +116,7 @@ def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractCo
     log.parent.mkdir(parents=True, exist_ok=True)
     return lambda: serve(
         engine, folder, log=log, python=serving.python, dtype=serving.dtype, max_model_len=serving.max_model_len,
-        options=serving.options,
+        options=serving.options, ready_s=serving.ready_s,
     )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
     )
     parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
+    parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS",
+                        help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
     parser.add_argument("--from", dest="tool", choices=["vllm", "sglang", "aiperf", "guidellm", "trtllm"],
                         help="import: tool that wrote the file (default: told from its contents)")  # fmt: skip
 
@@ -56,5 +58,5 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     arms = args.arm.split(",") if args.arm != "custom" or len(folders) == 1 else list(ARMS[: len(folders)])
     plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
     serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
-                      args.server_log, args.driver, args.driver_python)  # fmt: skip
+                      args.server_log, args.driver, args.driver_python, args.ready_timeout)  # fmt: skip
     return measure_served(folders, arms, args.out, plan, serving, say)

@@ -106,7 +106,8 @@ def test_arms_are_served_by_an_engine_in_turn(
             "--repeats", "2", "--requests", "2", "--out", str(tmp_path)]  # fmt: skip
     assert main(argv) == 0
     assert [log.parent.name for _, _, log, _ in asked] == ["bf16", "ptq", "bf16"]
-    assert asked[0][3] == {"python": None, "dtype": "float32", "max_model_len": 64, "options": ("--enforce-eager",)}
+    assert asked[0][3] == {"python": None, "dtype": "float32", "max_model_len": 64, "options": ("--enforce-eager",),
+                           "ready_s": 600.0}  # fmt: skip
     records = [read(tmp_path / arm / "serving.json") for arm in ("bf16", "ptq")]
     assert [record.arm for record in records] == ["bf16", "ptq"]
     assert {record.engine for record in records} == {kernels}
