@@ -119,7 +119,8 @@ def folder_digest(folder: Path) -> str:
     return digest_of({path.relative_to(folder).as_posix(): sha256_file(path) for path in files})
 
 
-def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progress: Callable[[int], object]) -> None:
+def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progress: Callable[[int], object]) -> str:
+    """Returns the sha256 of what it wrote."""
     names = [name for name, (where, _) in folder.tensors.items() if where == file]
     with safe_open(folder.path / file, framework="pt") as opened:
         metadata = opened.metadata() or {}
@@ -128,7 +129,7 @@ def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progres
         entry = folder.tensors[name][1]
         shape = target.scalar if _is_scalar(folder, name) else entry.shape
         entries.append(Entry(renamed(folder, target, name), entry.dtype, shape))
-    write_file(path, entries, _tensors(folder, target, names), progress, metadata)
+    return write_file(path, entries, _tensors(folder, target, names), progress, metadata)
 
 
 def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
