@@ -127,6 +127,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progress: Callable[[int], object]) -> str:
+    """Returns the sha256 of what it wrote."""
     names = [name for name, (where, _) in folder.tensors.items() if where == file]
     with safe_open(folder.path / file, framework="pt") as opened:
         metadata = opened.metadata() or {}
