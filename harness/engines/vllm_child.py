@@ -112,6 +112,7 @@ def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
                 continue
             dtype, device = _place(module)
             x = inputs[members[0]].to(device=device, dtype=dtype)
+            assert method is not None
             y = method.apply(module, x, getattr(module, "bias", None))
             parts = y.split(list(module.logical_widths), dim=-1) if len(members) > 1 else [y]
             found |= {m: part.float().cpu().contiguous() for m, part in zip(members, parts, strict=True)}
