@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qad import __version__, serving_options
+from qad import __version__, measure_command
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
@@ -97,54 +97,9 @@ def _parser() -> argparse.ArgumentParser:
                      "that; what needs quantizing again is exported from --source")  # fmt: skip
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
-    sub = _command(commands, "measure", _measure, "measure one checkpoint folder into a record")
-    sub.add_argument("kind", choices=["memory", "fidelity", "accuracy", "throughput", "parity", "import"])
-    sub.add_argument("folder", type=Path, metavar="HF_DIR", help="checkpoint; import: a load tool's result file")
-    sub.add_argument("more", type=Path, nargs="*", metavar="HF_DIR",
-                     help="throughput by an engine: further arms, measured interleaved")  # fmt: skip
-    sub.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="JSON record to write; several arms: a folder"
-    )
-    sub.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
-    sub.add_argument("--teacher", type=Path, metavar="DIR", help="fidelity: the BF16 original")
-    sub.add_argument(
-        "--data", default="python-docs", help="fidelity: python-docs, or a text or JSONL file (its test split)"
-    )
-    sub.add_argument("--tokens", type=int, default=8192, help="fidelity: tokens of text (default: 8192)")
-    sub.add_argument("--seq-len", type=int, default=512, help="fidelity: longest sequence, in tokens (default: 512)")
-    sub.add_argument("--per-layer", action="store_true", help="fidelity: the distance of hidden states, layer by layer")
-    sub.add_argument("--new-tokens", type=int, metavar="N", help="fidelity: tokens to write after the beginning of each "
-                     "document, for the first greedy difference and perplexity on the teacher's text")  # fmt: skip
-    sub.add_argument("--tasks", help="accuracy: comma-separated task names (default: the suite smoke)")
-    sub.add_argument("--suite", metavar="NAME", help="accuracy: a shipped suite or a YAML file")
-    sub.add_argument("--suite-data", metavar="DIR", help="accuracy: folder of the suite's data files")
-    sub.add_argument(
-        "--think-end", metavar="TEXT", help="accuracy: what ends a reasoning model's thinking, as </think>"
-    )
-    sub.add_argument("--limit", type=int, help="accuracy: items per task")
-    sub.add_argument("--new-tokens", type=int, default=32, help="parity: tokens to generate per prompt (default: 32)")
-    sub.add_argument("--long-tokens", type=int, default=0, help="parity: length of one more prompt (default: none)")
-    sub.add_argument("--compile", action="store_true", help="parity: let the engine compile the model")
-    sub.add_argument(
-        "--server", metavar="URL", help="accuracy, fidelity (a bound): ask an OpenAI server that has loaded HF_DIR"
-    )
-    sub.add_argument("--served-model", metavar="NAME", help="accuracy: the server's name of it (default: its only one)")
-    sub.add_argument("--noise-floor", action="store_true", help="accuracy, fidelity: the arm's control, which measures the "
-                     "same weights under another batch size, seed and attention kernel")  # fmt: skip
-    sub.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument(
-        "--engine",
-        choices=["transformers", "vllm", "trtllm"],
-        help="memory, throughput: start this engine and ask it; parity: vllm",
-    )
-    sub.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
-    sub.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
-    sub.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
-                     help="one argument for the engine's own command line, as --engine-option=--trust-remote-code; "
-                     "may be repeated")  # fmt: skip
-    _trust(sub)
-    serving_options.add(sub)
+    text = "measure one checkpoint folder into a record"
+    sub = commands.add_parser("measure", help=text, description=f"M{text[1:]}.")
+    measure_command.add(sub, _trust, _say)
 
     sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
@@ -309,73 +264,6 @@ def _fixed(args: argparse.Namespace) -> Path:
     for line in done or [f"nothing to repair: {args.fix} was not written"]:
         print(f"fix: {line}", file=sys.stderr)
     return Path(args.fix if done else args.folder)
-
-
-def _measure(args: argparse.Namespace) -> int:
-    if args.kind == "parity":
-        return _parity(args)
-    if serving_options.asked(args):
-        return serving_options.run(args, _say)
-    from qad.config import parse_section
-    from qad.measuring import EngineChoice, measure_folder
-
-    choice = None
-    if args.engine not in (None, "transformers"):
-        if args.kind != "memory":
-            raise UsageError(f"{args.kind} is measured in this process: leave --engine {args.engine} out")
-        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
-    sections: dict[str, dict[str, Any]] = {
-        "memory": {},
-        "fidelity": {
-            "data": args.data,
-            "tokens": args.tokens,
-            "seq_len": args.seq_len,
-            "per_layer": args.per_layer,
-            "new_tokens": args.new_tokens,
-        },
-        "accuracy": _accuracy(args),
-        "throughput": {},
-    }
-    section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
-    measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed, choice=choice, noise_floor=args.noise_floor,
-                   server=_server(args))  # fmt: skip
-    _say(f"record: {args.out}")
-    return 0
-
-
-def _parity(args: argparse.Namespace) -> int:
-    from qad.parity import measure_parity
-
-    if args.new_tokens < 1 or args.long_tokens < 0:
-        raise UsageError(
-            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
-        )
-    data = measure_parity(
-        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
-        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
-    )  # fmt: skip
-    for line in data.failures:
-        _say(f"parity: {line}")
-    worst = max((p.max_difference for p in data.prompts if p.max_difference is not None), default=float("nan"))
-    equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
-    _say(f"parity {'holds' if data.holds else 'fails'}: log-probabilities at most {worst:.2g} nats apart, {equal} of "
-         f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
-    _say(f"record: {args.out}")
-    return 0 if data.holds else 1
-
-
-def _server(args: argparse.Namespace) -> Any:
-    from qad.scoring import ServerChoice
-
-    return ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
-
-
-def _accuracy(args: argparse.Namespace) -> dict[str, Any]:
-    asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}
-    if args.tasks and args.suite:
-        raise UsageError("--tasks and --suite: give one of them")
-    return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
 
 
 def _compare(args: argparse.Namespace) -> int:

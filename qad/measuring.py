@@ -308,9 +308,9 @@ def measure_folder(
     *,
     arm: str,
     section: Fidelity | Accuracy | Throughput | None,
-    teacher: Path | None,
     dtype: str,
     seed: int,
+    teacher: Path | None = None,
     choice: EngineChoice | None = None,
     noise_floor: bool = False,
     server: ServerChoice | None = None,
@@ -321,10 +321,8 @@ def measure_folder(
 
     Raises UsageError where there is no teacher, or no control of this kind.
     """
-    if server is not None and (noise_floor or not isinstance(section, (Accuracy, Fidelity))):
-        raise UsageError("--server is for accuracy and fidelity without --noise-floor")
-    if noise_floor and not isinstance(section, (Accuracy, Fidelity)):
-        raise UsageError(f"--noise-floor is for accuracy and fidelity: {kind} has none")
+    if server is not None and noise_floor:
+        raise UsageError("--server and --noise-floor: a running server cannot be asked under other conditions")
     from harness.engines.transformers import FILES, load
 
     source, started = open_checkpoint(folder, allow_quantized=True), time.monotonic()

@@ -38,10 +38,13 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"    {command} " in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+KINDS = ("memory", "fidelity", "accuracy", "throughput", "parity", "import")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"measure {kind}" for kind in KINDS)])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert stopped.value.code == 0
     assert f"usage: qad {command}" in capsys.readouterr().out
 

@@ -111,7 +111,7 @@ def test_the_commands_that_load_models_have_the_flag(
     assert not marker.exists()
     assert main([*ptq, "--trust-remote-code"]) == 0
     assert marker.exists()
-    for command in ("run", "plan", "ptq", "train", "measure"):
+    for command in ("run", "plan", "ptq", "train", "measure accuracy", "measure parity"):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         assert "--trust-remote-code" in capsys.readouterr().out

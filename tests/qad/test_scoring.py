@@ -91,8 +91,7 @@ def test_a_suite_by_hand_its_control_and_the_comparison(
     ("options", "message"),
     [
         (["accuracy", "--tasks", "qad_facts", "--suite", "smoke"], "--tasks and --suite"),
-        (["throughput", "--noise-floor"], "--noise-floor is for accuracy and fidelity"),
-        (["throughput", "--server", "http://127.0.0.1:9"], "--server is for accuracy and fidelity"),
+        (["accuracy", "--noise-floor", "--server", "http://127.0.0.1:9"], "--server and --noise-floor"),
         (["accuracy", "--suite", "smok"], "neither a file nor shipped"),
     ],
 )

@@ -1,0 +1,227 @@
+"""`qad measure KIND`: one parser a kind, so that --help of each shows what it takes and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qad.errors import UsageError
+
+_Option = Callable[[argparse.ArgumentParser], None]
+_Say = Callable[[str], None]
+_TOOLS = ["vllm", "sglang", "aiperf", "guidellm", "trtllm"]
+
+
+def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
+    """The kinds of measurement as commands of `parser`. trust adds --trust-remote-code; say prints a line."""
+    kinds = parser.add_subparsers(metavar="KIND", required=True)
+
+    def kind(name: str, function: Callable[[argparse.Namespace, _Say], int], text: str, *options: _Option) -> None:
+        sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        sub.set_defaults(command=lambda args: function(args, say), kind=name)
+        for option in options:
+            option(sub)
+
+    kind("memory", _memory, "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself",
+         _folder, _common, _engine, trust)  # fmt: skip
+    kind("fidelity", _here, "distance from the BF16 teacher's distribution", _folder, _common, _fidelity, _asked, trust)
+    kind("accuracy", _here, "benchmarks through lm-evaluation-harness", _folder, _common, _accuracy, _asked, trust)
+    kind("throughput", _throughput, "prefill and decode speed in this process; with --engine or --server a server's speed",
+         _folders, _common, _engine, _load, trust)  # fmt: skip
+    kind("parity", _parity, "whether an engine's log-probabilities are the torch reference's",
+         _folder, _common, _engine, _prompts, trust)  # fmt: skip
+    kind("import", _import, "a load tool's result file, converted to our definitions", _result)
+
+
+# --- options ---
+
+
+def _folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="HF_DIR")
+
+
+def _folders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, nargs="+", metavar="HF_DIR", help="several with --engine: measured in turns"
+    )
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    _out(parser)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON record; several folders: a folder"
+    )
+    parser.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=["transformers", "vllm", "trtllm"], help="start this engine and ask it")
+    parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON or "
+                        "QAD_TRTLLM_PYTHON, then .venv-vllm)")  # fmt: skip
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
+    parser.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
+                        help="one argument for the engine's own command line, as --engine-option=--enforce-eager; may be "
+                        "repeated")  # fmt: skip
+
+
+def _asked(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", metavar="URL", help="ask an OpenAI server that has loaded HF_DIR; of fidelity it can "
+                        "tell a bound")  # fmt: skip
+    parser.add_argument("--served-model", metavar="NAME", help="the server's name of it (default: its only one)")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="the server's context, where it does not tell"
+    )
+    parser.add_argument("--noise-floor", action="store_true", help="the arm's control instead: the same weights under "
+                        "another batch size, seed and attention kernel")  # fmt: skip
+
+
+def _fidelity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--teacher", type=Path, metavar="DIR", help="the BF16 original (required)")
+    parser.add_argument("--data", default="python-docs", help="python-docs, or a text or JSONL file (its test split)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of text (default: 8192)")
+    parser.add_argument("--seq-len", type=int, default=512, help="longest sequence, in tokens (default: 512)")
+    parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="also write N tokens after the beginning of each "
+                        "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
+
+
+def _accuracy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", metavar="NAME", help="a shipped suite or a YAML file (default: smoke)")
+    parser.add_argument("--suite-data", metavar="DIR", help="folder of the suite's data files")
+    parser.add_argument("--tasks", help="comma-separated task names, in place of a suite")
+    parser.add_argument("--limit", type=int, help="items per task")
+    parser.add_argument("--think-end", metavar="TEXT", help="what ends a reasoning model's thinking, as </think>")
+
+
+def _load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", metavar="URL", help="a server that runs, http://HOST:PORT")
+    parser.add_argument("--server-log", type=Path, metavar="FILE", help="what that server printed, to name its kernels")
+    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16], metavar="N,N", help="default: 1,4,16")
+    parser.add_argument("--isl", type=_counts, default=[128], metavar="N,N", help="input tokens (default: 128)")
+    parser.add_argument("--osl", type=_counts, default=[128], metavar="N,N", help="output tokens (default: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every cell (default: 3)")
+    parser.add_argument("--requests", type=int, help="requests a run (default: 4 x concurrency, at least 16)")
+    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
+    parser.add_argument(
+        "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
+    )
+    parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
+
+
+def _prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate per prompt (default: 32)")
+    parser.add_argument("--long-tokens", type=int, default=0, help="length of one more prompt (default: none)")
+    parser.add_argument("--compile", action="store_true", help="let the engine compile the model")
+
+
+def _result(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="result file of a load tool")
+    _out(parser)
+    parser.add_argument(
+        "--from", dest="tool", choices=_TOOLS, help="tool that wrote it (default: told from its contents)"
+    )
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+# --- kinds ---
+
+
+def _memory(args: argparse.Namespace, say: _Say) -> int:
+    from qad.measuring import EngineChoice, measure_folder
+
+    choice = None
+    if args.engine not in (None, "transformers"):
+        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
+    measure_folder("memory", args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
+                   choice=choice)  # fmt: skip
+    say(f"record: {args.out}")
+    return 0
+
+
+def _here(args: argparse.Namespace, say: _Say) -> int:
+    """Fidelity and accuracy."""
+    from qad.config import parse_section
+    from qad.measuring import measure_folder
+    from qad.scoring import ServerChoice
+
+    section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
+    server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
+    measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
+                   teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server)  # fmt: skip
+    say(f"record: {args.out}")
+    return 0
+
+
+def _fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
+    return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, "per_layer": args.per_layer,
+            "new_tokens": args.new_tokens}  # fmt: skip
+
+
+def _accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
+    if args.tasks and args.suite:
+        raise UsageError("--tasks and --suite: give one of them")
+    asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}
+    return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
+
+
+def _throughput(args: argparse.Namespace, say: _Say) -> int:
+    from harness.records import ARMS
+    from qad.config import parse_section
+    from qad.measuring import measure_folder
+
+    if not args.server and args.engine in (None, "transformers"):
+        if len(args.folder) > 1:
+            raise UsageError(
+                f"{len(args.folder)} folders are measured in turns by --engine vllm or trtllm; give one here"
+            )
+        section = parse_section("throughput", {})
+        measure_folder("throughput", args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
+                       seed=args.seed)  # fmt: skip
+        say(f"record: {args.out}")
+        return 0
+    from harness.serving.sweep import Plan
+    from qad.serving import Serving, measure_served
+
+    named = args.arm != "custom" or len(args.folder) == 1
+    arms = args.arm.split(",") if named else list(ARMS[: len(args.folder)])
+    plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
+    serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
+                      args.server_log, args.driver, args.driver_python)  # fmt: skip
+    return measure_served(args.folder, arms, args.out, plan, serving, say)
+
+
+def _import(args: argparse.Namespace, say: _Say) -> int:
+    from qad.serving import import_served
+
+    return import_served(args.file, args.tool, args.arm, args.out, say)
+
+
+def _parity(args: argparse.Namespace, say: _Say) -> int:
+    from qad.parity import measure_parity
+
+    if args.new_tokens < 1 or args.long_tokens < 0:
+        raise UsageError(
+            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
+        )
+    data = measure_parity(
+        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
+        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
+    )  # fmt: skip
+    for line in data.failures:
+        say(f"parity: {line}")
+    worst = max((p.max_difference for p in data.prompts if p.max_difference is not None), default=float("nan"))
+    equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
+    say(f"parity {'holds' if data.holds else 'fails'}: log-probabilities at most {worst:.2g} nats apart, {equal} of "
+        f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    say(f"record: {args.out}")
+    return 0 if data.holds else 1
