@@ -142,7 +142,7 @@ def _memory(args: argparse.Namespace, say: _Say) -> int:
     choice = None
     if args.engine not in (None, "transformers"):
         choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
-    measure_folder("memory", args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
+    measure_folder(args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
                    choice=choice)  # fmt: skip
     say(f"record: {args.out}")
     return 0
@@ -156,7 +156,7 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
 
     section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
     server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
-    measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
+    measure_folder(args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
                    teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server)  # fmt: skip
     say(f"record: {args.out}")
     return 0
@@ -185,7 +185,7 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
                 f"{len(args.folder)} folders are measured in turns by --engine vllm or trtllm; give one here"
             )
         section = parse_section("throughput", {})
-        measure_folder("throughput", args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
+        measure_folder(args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
                        seed=args.seed)  # fmt: skip
         say(f"record: {args.out}")
         return 0

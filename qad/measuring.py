@@ -302,7 +302,6 @@ def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:
 
 
 def measure_folder(
-    kind: str,
     folder: Path,
     out: Path,
     *,
