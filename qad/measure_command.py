@@ -113,6 +113,8 @@ def _load(parser: argparse.ArgumentParser) -> None:
         "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
     )
     parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
+    parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS",
+                        help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
 
 
 def _prompts(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +198,7 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
     arms = args.arm.split(",") if named else list(ARMS[: len(args.folder)])
     plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
     serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
-                      args.server_log, args.driver, args.driver_python)  # fmt: skip
+                      args.server_log, args.driver, args.driver_python, args.ready_timeout)  # fmt: skip
     return measure_served(args.folder, arms, args.out, plan, serving, say)
 
 
