@@ -104,9 +104,9 @@ def other_algorithm(layers: dict[str, Any], module: str, r: random.Random) -> No
 
 
 def first_found(c: Checkpoint, r: random.Random) -> None:
-    """TensorRT-LLM takes the first key that contains the name."""
+    """TensorRT-LLM takes the first key that contains the name, of fused members that of the first."""
     if c.layout is MODELOPT:
-        module = r.choice(c.eight_bit_modules)
+        module = r.choice([m for m in c.eight_bit_modules if m.endswith(("q_proj", "o_proj"))])
         for place in places(c):
             place["quantized_layers"] = {
                 f"draft.{module}": {"quant_algo": "NVFP4", "group_size": 16},
