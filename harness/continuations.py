@@ -72,7 +72,8 @@ def _written(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:
 def _generated(model: Any, prompt: Tensor, choose: Callable[[Tensor], int], new_tokens: int) -> list[int]:
     ends = _end_ids(model)
     device = next(model.parameters()).device
-    name, held = cache_argument(model), {}
+    name = cache_argument(model)
+    held: dict[str, Any] = {}
     ids = prompt[None].to(device)
     found: list[int] = []
     with torch.no_grad():
@@ -97,4 +98,5 @@ def _nll(model: Any, prompt: Tensor, written: list[int]) -> float:
 
 def _end_ids(model: Any) -> set[int]:
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return set(named) if isinstance(named, list) else {named} - {None}
+    own = named if isinstance(named, list) else [named]
+    return {int(token) for token in own if token is not None}

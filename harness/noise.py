@@ -42,7 +42,9 @@ def _floor(arm: str, records: Mapping[str, Record], controls: Mapping[str, Recor
     conditions: dict[str, object] = {}
     for control in controls.values():
         conditions |= control.control or {}
-    median, bands, differing = None, {}, None
+    median: Band | None = None
+    bands: dict[str, Band] = {}
+    differing: Estimate | None = None
     if "accuracy" in controls and "accuracy" in records:
         median, bands, differing = _accuracy({"first": records["accuracy"], "again": controls["accuracy"]})
     kl = top1 = None

@@ -141,7 +141,7 @@ class _Server(_Telling, LocalCompletionsAPI):
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(string, add_special_tokens=not (bos and string.startswith(bos)))
 
-    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:  # type: ignore[override]
+    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
         return [self._tell(choice, choice["text"], None, outputs.get("usage") or {}) for choice in outputs["choices"]]
 
 
