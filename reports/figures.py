@@ -1,27 +1,27 @@
-"""Figures as inline SVG by matplotlib: the same bytes for the same numbers, readable in light and dark.
-
-Colours are placeholders while matplotlib draws; then they become CSS variables of the page, so that a figure follows
-the page's colour scheme. An arm is told by marker shape and direct label as well as by colour. Each figure is drawn
-twice, for wide and for narrow screens, and the page's style sheet shows one of them.
-"""
+"""The report's figures, each from a comparison, its records or the training log; `reports.drawing` says how they look."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import re
-import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import matplotlib
-import matplotlib.patches
 import matplotlib.ticker
 
 from harness.comparison import Band, Comparison, Estimate
 from harness.records import FidelityData, Record
 from reports.details import CLASSES
+from reports.drawing import (
+    CLASS_COLOURS,
+    HATCHES,
+    INK,
+    MUTED,
+    PAPER,
+    RULE,
+    arm_colour,
+    arm_legend,
+    arm_marker,
+    draw_figure,
+)
 from reports.load import Step
 from reports.numbers import GB, clean, gigabytes, people_list, percent, significant
 from reports.outcome import BASELINE, arm_name
@@ -29,31 +29,7 @@ from reports.parts import Figure
 from reports.strata import Curve, curves
 from reports.tables import memory_of
 
-WIDE, NARROW = 7.4, 3.5  # inches of 72 points; the page shows a point as 1.25 pixels
-INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
-COLOURS = {"bf16": "#050505", "ptq": "#060606", "qad": "#070707"}
-OTHERS = ["#080808", "#090909", "#0a0a0a"]
-CLASS_COLOURS = ["#0b0b0b", "#0c0c0c", "#0d0d0d", "#0e0e0e", "#0f0f0f", "#101010"]
-VARIABLES = {
-    INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper",
-    **{colour: arm for arm, colour in COLOURS.items()},
-    **{colour: f"other{i}" for i, colour in enumerate(OTHERS)},
-    **{colour: f"class{i}" for i, colour in enumerate(CLASS_COLOURS)},
-}  # fmt: skip
 MEDIAN, NOISE_LABEL = "Median", "noise floor"
-MARKERS = {"bf16": "s", "ptq": "o", "qad": "D"}
-HATCHES = ["", "////", "", "\\\\\\\\", "", "...."]
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "nvfp4-qad", "text.parse_math": False, "font.family": "DejaVu Sans",
-    "font.size": 9.0, "axes.titlesize": 9.0, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED,
-    "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "grid.color": RULE,
-    "grid.linewidth": 0.8, "axes.grid": False, "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "legend.frameon": False, "hatch.linewidth": 0.8, "hatch.color": PAPER,
-    "axes.unicode_minus": True,
-}  # fmt: skip
-
-Draw = Callable[[Any, bool], None]  # (matplotlib figure, narrow)
 
 
 def recovery(comparison: Comparison) -> Figure | None:
@@ -73,7 +49,7 @@ def recovery(comparison: Comparison) -> Figure | None:
         axes = figure.subplots()
         _noise_bands(axes, [label for label, _ in lines], noise)
         _recovery_axes(axes, arms, lines, narrow)
-        _legend(figure, axes, arms, NOISE_LABEL if noise else "")
+        arm_legend(figure, axes, arms, NOISE_LABEL if noise else "")
 
     height = 1.0 + (0.2 + 0.2 * len(arms)) * len(lines)
     described = "; ".join(
@@ -84,7 +60,7 @@ def recovery(comparison: Comparison) -> Figure | None:
     if noise:
         caption += " The shaded band holds 95 % of what an arm measured twice on the same weights shows by chance."
     alt = f"Recovery by benchmark with 95 % intervals. {described}."
-    return _figure("recovery", draw, (height, height), alt, caption)
+    return draw_figure("recovery", draw, (height, height), alt, caption)
 
 
 def noise_bands(comparison: Comparison) -> dict[str, Band]:
@@ -129,11 +105,13 @@ def _limits(estimate: Estimate) -> tuple[float, float] | None:
 
 
 def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm: str) -> None:
-    colour = _colour(arm)
+    colour = arm_colour(arm)
     if limits:
         axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
     face = colour if limits else "none"
-    axes.plot([x], [y], marker=_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3)
+    axes.plot(
+        [x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3
+    )
 
 
 def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
@@ -151,7 +129,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
         for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
             if name == "quantiles":
                 _quantile_axes(axes, curves)
-                _legend(figure, axes, list(curves))
+                arm_legend(figure, axes, list(curves))
             else:
                 _pair_axes(axes, pairs)
 
@@ -161,7 +139,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
     if pairs:
         alt += f"; QAD is nearer to the teacher than PTQ in {nearer} of {len(pairs)} sequences"
         caption += f" Each cross is one sequence; QAD is nearer in {nearer} of {len(pairs)} (below the diagonal)."
-    return _figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
+    return draw_figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
 
 
 def strata(comparison: Comparison) -> Figure | None:
@@ -175,25 +153,25 @@ def strata(comparison: Comparison) -> Figure | None:
         grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
         for (label, (names, lines)), axes in zip(panels.items(), [grid] if len(panels) == 1 else grid, strict=True):
             _stratum_axes(axes, label, names, lines)
-        _legend(figure, figure.axes[0], arms)
+        arm_legend(figure, figure.axes[0], arms)
 
     caption = (
         "KL from the teacher, in nats per token, with 95 % intervals: by the number of tokens before, each place up to the "
         "next; by tenths of the tokens, those first of which the teacher was surest."
     )
     alt = f"KL divergence from the teacher by {people_list(list(panels))} for {people_list(list(map(arm_name, arms)))}."
-    return _figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
+    return draw_figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
 
 
 def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None:
     for i, (arm, points) in enumerate(lines.items()):
         known = [(place, *point) for place, point in enumerate(points) if point]
         shift = 0.12 * (i - (len(lines) - 1) / 2)
-        axes.plot([p + shift for p, *_ in known], [value for _, value, *_ in known], color=_colour(arm),
-                  marker=_marker(arm), markersize=4.5, linewidth=1.4)  # fmt: skip
+        axes.plot([p + shift for p, *_ in known], [value for _, value, *_ in known], color=arm_colour(arm),
+                  marker=arm_marker(arm), markersize=4.5, linewidth=1.4)  # fmt: skip
         for place, _, low, high in known:
             if low is not None and high is not None:
-                axes.plot([place + shift] * 2, [low, high], color=_colour(arm), linewidth=1.0)
+                axes.plot([place + shift] * 2, [low, high], color=arm_colour(arm), linewidth=1.0)
     axes.set_xticks(range(len(names)), [clean(name, 8) for name in names])
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
@@ -212,7 +190,7 @@ def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> Non
     for arm, curve in curves.items():
         places = [order.index(name) for name, _ in curve]
         values = [value for _, value in curve]
-        axes.plot(places, values, color=_colour(arm), marker=_marker(arm), markersize=5, linewidth=1.6)
+        axes.plot(places, values, color=arm_colour(arm), marker=arm_marker(arm), markersize=5, linewidth=1.6)
     axes.set_yscale("log")
     values = [value for curve in curves.values() for _, value in curve]
     few_decades = max(values) < 1000 * min(values)
@@ -247,7 +225,7 @@ def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     )
     shown = pairs[:: math.ceil(len(pairs) / 1000)]
     axes.plot(
-        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=_colour("qad"), markeredgewidth=1.3
+        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=arm_colour("qad"), markeredgewidth=1.3
     )
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)
@@ -279,13 +257,13 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
             axes.plot(*zip(*thin, strict=True), color=MUTED, linewidth=1.0, label="training")
         if valid:
             axes.plot(
-                *zip(*valid, strict=True), color=_colour("qad"), marker="D", linewidth=1.8, label="validation",
+                *zip(*valid, strict=True), color=arm_colour("qad"), marker="D", linewidth=1.8, label="validation",
                 markersize=4.5 if len(valid) <= 60 else 0,
             )  # fmt: skip
             if valid[0][0] == 0:
                 _mark_start(axes, valid[0][1])
         for arm, points in beside.items():
-            axes.plot(*zip(*points, strict=True), color=_colour(arm), marker=_marker(arm), markersize=4.5, linewidth=1.5,
+            axes.plot(*zip(*points, strict=True), color=arm_colour(arm), marker=arm_marker(arm), markersize=4.5, linewidth=1.5,
                       linestyle=(0, (1, 1)), label=f"validation, {arm_name(arm)}")  # fmt: skip
         if best:
             axes.plot([best[0]], [best[1]], marker="o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
@@ -308,14 +286,14 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
     alt = "KL divergence while training"
     if best:
         alt += f": validation from {significant(valid[0][1])} to a best of {significant(best[1])} nats per token"
-    return _figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
+    return draw_figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
 
 
 def _mark_start(axes: Any, start: float) -> None:
-    axes.axhline(start, color=_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    axes.axhline(start, color=arm_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"PTQ start {significant(start)}", (1, start), xycoords=("axes fraction", "data"), xytext=(0, 4),
-        textcoords="offset points", ha="right", va="bottom", color=_colour("ptq"),
+        textcoords="offset points", ha="right", va="bottom", color=arm_colour("ptq"),
     )  # fmt: skip
 
 
@@ -361,73 +339,4 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
     caption = (
         "Bytes on disk by class. Block scales cost half a bit per parameter; embeddings, head and norms stay BF16."
     )
-    return _figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)
-
-
-# --- drawing -------------------------------------------------------------------------------------
-
-
-def _colour(arm: str) -> str:
-    return COLOURS.get(arm) or OTHERS[sum(map(ord, arm)) % len(OTHERS)]
-
-
-def _marker(arm: str) -> str:
-    return MARKERS.get(arm, "^")
-
-
-def _legend(figure: Any, axes: Any, arms: list[str], band: str = "") -> None:
-    handles = [
-        axes.plot([], [], color=_colour(arm), marker=_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
-        for arm in arms
-    ]
-    labels = [arm_name(arm) for arm in arms]
-    if band:
-        handles.append(matplotlib.patches.Patch(color=RULE))
-        labels.append(band)
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
-
-
-def _figure(name: str, draw: Draw, heights: tuple[float, float], alt: str, caption: str) -> Figure:
-    wide = _svg(f"{name}-wide", draw, (WIDE, heights[0]), narrow=False)
-    narrow = _svg(f"{name}-narrow", draw, (NARROW, heights[1]), narrow=True)
-    return Figure(wide, narrow, alt, caption)
-
-
-def _svg(prefix: str, draw: Draw, size: tuple[float, float], *, narrow: bool) -> str:
-    with _style():
-        from matplotlib.figure import Figure as Canvas
-
-        figure = Canvas(figsize=size, layout="constrained")
-        draw(figure, narrow)
-        out = io.StringIO()
-        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(out, format="svg", metadata=nothing)
-    return _inline(out.getvalue(), prefix)
-
-
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    """The style alone, whatever a user's matplotlibrc says; a glyph the font lacks is the reader's font's affair."""
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        yield
-
-
-def _inline(svg: str, prefix: str) -> str:
-    """The <svg> element alone: identifiers unique in the page, colours by CSS variable, decorative for screen readers
-    (the figure around it carries the description)."""
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>\s*|<style[^>]*>.*?</style>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), prefix), svg)  # text is left alone
-    return svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
-
-
-def _inline_tag(tag: str, prefix: str) -> str:
-    tag = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', tag)
-    tag = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", tag)
-    for colour, variable in VARIABLES.items():
-        tag = tag.replace(colour, f"var(--{variable})")
-    return tag
+    return draw_figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)
