@@ -12,7 +12,7 @@ from harness.serving.measured import Cell as LoadCell
 from harness.serving.measured import ServingData
 from harness.serving.pareto import Shape, cells_of, pareto
 from harness.serving.statistics import CellSummary, Quantile, summarize
-from reports.figures import MUTED, arm_colour, arm_legend, arm_marker, draw_figure
+from reports.drawing import MUTED, arm_colour, arm_legend, arm_marker, draw_figure
 from reports.numbers import clean, percent, plural, significant
 from reports.outcome import BASELINE, arm_name
 from reports.parts import Cell, Figure, Group, Notes, Row, Table

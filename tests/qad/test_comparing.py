@@ -53,7 +53,7 @@ def arms(**changes: Any) -> list[Record]:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reports.figures._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')
+    monkeypatch.setattr("reports.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')
 
 
 def write(folder: Path, records: list[Record]) -> list[str]:

@@ -210,4 +210,4 @@ def drawn() -> None:
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("reports.figures._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')
+        monkeypatch.setattr("reports.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')
