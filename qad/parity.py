@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
-from qad.fusion import input_scale_groups, scale_groups
+from qad.fusion import input_scale_groups, scale_groups, siblings_of
 from qad.loader import default_device, load_tokenizer
 from qad.measuring import folder_identity, write_record
 from qad.source import open_checkpoint
@@ -120,7 +120,7 @@ def unequal_scales(folder: Path) -> list[str]:
                     scales[kind][module] = float(file.get_tensor(name))
     groups = {"global scales": scale_groups, "input scales": input_scale_groups}
     return [
-        f"{group[0]} and its siblings have unequal {kind}, of which the engine takes one"
+        f"{next(n for n in siblings_of(group[0]) if n in group)} and its siblings have unequal {kind}, of which the engine takes one"
         for kind, found in scales.items()
         for group in groups[kind](found)
         if len({found[module] for module in group}) > 1
