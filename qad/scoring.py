@@ -87,7 +87,7 @@ class ServerChoice:
 
 
 def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path) -> AccuracyData:
-    """Score a back-end; write the samples beside `record` and say so in the data. `finished` removes what then is of no use.
+    """Score a back-end; write the samples beside `record` and say so in the data.
 
     identity: of weights and engine, everything that answers depend on beside the request.
     """

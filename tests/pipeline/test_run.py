@@ -82,7 +82,7 @@ def test_the_run_folder_is_the_contract(finished: tuple[Path, Path]) -> None:
         assert (run / name / "qad_manifest.json").is_file()
     for arm in ("bf16", "ptq", "qad"):
         assert {p.name for p in (run / "measure" / arm).iterdir()} == {
-            "memory.json", "fidelity.json", "accuracy.json", "throughput.json",
+            "memory.json", "fidelity.json", "accuracy.json", "accuracy.samples.parquet", "throughput.json",
         }  # fmt: skip
     assert {p.name for p in (run / "report").iterdir()} >= {"report.html", "report.md", "report.json"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
