@@ -74,7 +74,7 @@ def test_compare_writes_a_folder_that_gate_and_report_read(tmp_path: Path, capsy
         comparison
     ) == compare(arms())
     assert comparison["memory_ratio"]["qad"]["value"] == 0.35
-    assert {p.name for p in (out / "report").iterdir()} == {"report.html", "report.md", "report.json"}
+    assert {p.name for p in (out / "report").iterdir()} == {"report.html", "report.md", "report.json", "tables"}
     assert not list(tmp_path.rglob("*.partial"))
     codes = set()
     for results in (out, out / "comparison.json", out / "report" / "report.json", tmp_path):
