@@ -120,8 +120,7 @@ def unequal_scales(folder: Path) -> list[str]:
                     scales[kind][module] = float(file.get_tensor(name))
     groups = {"global scales": scale_groups, "input scales": input_scale_groups}
     return [
-        f"{next(n for n in siblings_of(group[0]) if n in group)} and its siblings have unequal {kind}, of which the engine "
-        "takes one"
+        f"{next(n for n in siblings_of(group[0]) if n in group)} and its siblings have unequal {kind}: the engine takes one"
         for kind, found in scales.items()
         for group in groups[kind](found)
         if len({found[module] for module in group}) > 1
