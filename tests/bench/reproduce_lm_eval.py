@@ -20,12 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-TASKS = {
-    "arc_easy_local": "arc_easy.jsonl",
-    "piqa_local": "piqa.jsonl",
-    "lambada_local": "lambada_openai.jsonl",
-}
-HERE = Path(__file__).parent
+import harness
+
+TASKS = {"qad_arc_easy": "arc_easy.jsonl", "qad_piqa": "piqa.jsonl", "qad_lambada": "lambada_openai.jsonl"}
+SHIPPED = Path(harness.__file__).parent / "suites" / "tasks"
 
 
 def main() -> int:
@@ -93,11 +91,13 @@ def plain_lm_eval(model: str, tasks: Path, limit: int, out: Path) -> None:
         bootstrap_iters=0, log_samples=True,
     )  # fmt: skip
     assert results is not None
+    metrics = {task: [m for m in ("acc", "acc_norm") if m in found[0]] for task, found in results["samples"].items()}
     items = {
-        task: [[s["doc_hash"], s["target_hash"], float(s["acc"])] for s in samples]
-        for task, samples in results["samples"].items()
+        f"{task} {metric}": [[s["doc_hash"], s["target_hash"], float(s[metric])] for s in results["samples"][task]]
+        for task, names in metrics.items()
+        for metric in names
     }
-    means = {task: results["results"][task]["acc,none"] for task in TASKS}
+    means = {f"{task} {m}": results["results"][task][f"{m},none"] for task, names in metrics.items() for m in names}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"means": means, "items": items}))
 
@@ -111,18 +111,19 @@ def compare(arm: str, ours: Path, plain: Path) -> int:
     differing = 0
     for task in data.tasks:
         mine = [[item.doc_hash, item.target_hash, item.score] for item in task.items]
-        unlike = sum(a != b for a, b in zip(mine, other["items"][task.task], strict=True))
+        name = f"{task.task} {task.metric}"
+        unlike = sum(a != b for a, b in zip(mine, other["items"][name], strict=True))
         mean = sum(item.score for item in task.items) / len(task.items)
-        differing += unlike + (mean != other["means"][task.task])
+        differing += unlike + (mean != other["means"][name])
         verdict = f"{unlike} items differ" if unlike else "every item equal"
-        print(f"{arm:5} {task.task:15} n={len(mine):4}  {mean!r} here, {other['means'][task.task]!r} plain: {verdict}")
+        print(f"{arm:5} {name:22} n={len(mine):4}  {mean!r} here, {other['means'][name]!r} plain: {verdict}")
     return differing
 
 
 def _task_folder(folder: Path, files: list[Path]) -> Path:
     """The task files with their data beside them, where both sides find it by its relative name."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [*(HERE / "tasks").glob("*.yaml"), *files]:
+    for path in [*(SHIPPED / f"{task}.yaml" for task in TASKS), *files]:
         link = folder / path.name
         if not link.exists():
             link.symlink_to(path.resolve())
