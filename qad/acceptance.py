@@ -16,8 +16,9 @@ from qad.errors import ArtifactError
 
 
 def require_own(run: Path) -> None:
-    """Hold the records of RUN/measure against the folders of the run, controls of an arm in ARM-again. Scores that were imported have no weights to compare,
-    an arm whose folder was removed cannot be compared, and a file that is no record is the report's to name.
+    """Hold the records of RUN/measure against the folders of the run; an arm's controls are in ARM-again. Scores that were
+    imported have no weights to compare, an arm whose folder was removed cannot be compared, and a file that is no record is the
+    report's to name.
 
     Raises ArtifactError naming the record, what differs, and the remedy.
     """
