@@ -329,10 +329,14 @@ def _parity(args: argparse.Namespace) -> int:
     )  # fmt: skip
     for line in data.failures:
         _say(f"parity: {line}")
-    worst = max((p.max_difference for p in data.prompts if p.max_difference is not None), default=float("nan"))
     equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
-    _say(f"parity {'holds' if data.holds else 'fails'}: log-probabilities at most {worst:.2g} nats apart, {equal} of "
-         f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    agree = [p for p in data.prompts if p.max_difference is not None and p.max_difference <= data.tolerance]
+    _say(f"parity {'holds' if data.holds else 'fails'}: {len(agree)} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
+         f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    for p in data.prompts:
+        if p.floor_kl is not None:
+            _say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
+                 f"the reference against itself in a finer dtype {p.floor_kl:.2g}")  # fmt: skip
     _say(f"record: {args.out}")
     return 0 if data.holds else 1
 
