@@ -266,58 +266,6 @@ def _fixed(args: argparse.Namespace) -> Path:
     return Path(args.fix if done else args.folder)
 
 
-<<<<<<< HEAD
-=======
-def _measure(args: argparse.Namespace) -> int:
-    if args.kind == "parity":
-        return _parity(args)
-    from qad.config import parse_section
-    from qad.measuring import EngineChoice, measure_folder
-
-    choice = None
-    if args.engine not in (None, "transformers"):
-        if args.kind != "memory":
-            raise UsageError(f"{args.kind} is measured in this process: leave --engine {args.engine} out")
-        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
-    sections: dict[str, dict[str, Any]] = {
-        "memory": {},
-        "fidelity": {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len},
-        "accuracy": {"tasks": args.tasks.split(","), "limit": args.limit},
-        "throughput": {},
-    }
-    section = None if args.kind == "memory" else parse_section(args.kind, sections[args.kind])
-    measure_folder(args.kind, args.folder, args.out, arm=args.arm, section=section, teacher=args.teacher,
-                   dtype=args.dtype, seed=args.seed, choice=choice)  # fmt: skip
-    _say(f"record: {args.out}")
-    return 0
-
-
-def _parity(args: argparse.Namespace) -> int:
-    from qad.parity import measure_parity
-
-    if args.new_tokens < 1 or args.long_tokens < 0:
-        raise UsageError(
-            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
-        )
-    data = measure_parity(
-        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
-        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
-    )  # fmt: skip
-    for line in data.failures:
-        _say(f"parity: {line}")
-    equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
-    agree = [p for p in data.prompts if p.max_difference is not None and p.max_difference <= data.tolerance]
-    _say(f"parity {'holds' if data.holds else 'fails'}: {len(agree)} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
-         f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
-    for p in data.prompts:
-        if p.floor_kl is not None:
-            _say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
-                 f"the reference against itself in a finer dtype {p.floor_kl:.2g}")  # fmt: skip
-    _say(f"record: {args.out}")
-    return 0 if data.holds else 1
-
-
->>>>>>> vllm
 def _compare(args: argparse.Namespace) -> int:
     from qad.comparing import compare_arms
 
