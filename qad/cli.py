@@ -331,8 +331,8 @@ def _parity(args: argparse.Namespace) -> int:
         _say(f"parity: {line}")
     equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
     agree = [p for p in data.prompts if p.max_difference is not None and p.max_difference <= data.tolerance]
-    _say(f"parity {'holds' if data.holds else 'fails'}: {len(agree)} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
-         f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    _say(f"parity {'holds' if data.holds else 'fails'}: {len(agree)} of {len(data.prompts)} prompts agree within "
+         f"{data.tolerance:g} nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
     for p in data.prompts:
         if p.floor_kl is not None:
             _say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
