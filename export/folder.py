@@ -358,7 +358,7 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
         tuple(duplicates),
     )
     if not config.get("quantization_config") and folder.nested is None and not folder.packed:
-        raise UsageError(f"{path} is not quantized: `qad check` is for NVFP4 checkpoints (make one with `qad run`)")
+        raise UsageError(f"{path} is not quantized: give an NVFP4 checkpoint (make one with `qad run`)")
     method = (folder.quantization or {}).get("quant_method")
     if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_nvfp4:
         raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")

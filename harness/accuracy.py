@@ -84,7 +84,7 @@ def measure_suite(
     journal: Journal | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Measured:
-    """Score a back-end (harness.backends, harness.server_backend, harness.vllm_backend) on a suite.
+    """Score a back-end (harness.backends, harness.server_backend) on a suite.
 
     seed: chooses few-shot examples, and is added to the seed of every sample. journal: where answers are kept until the record
     is written; those that are in it are not asked again.

@@ -30,7 +30,7 @@ def judge(comparison: Comparison, policy: Policy, arm: str | None = None) -> Ver
     chosen = arm or (QAD if QAD in arms else PTQ if PTQ in arms else arms[-1] if arms else "")
     if chosen not in arms:
         raise DataError(
-            f"no measured arm {chosen!r} to judge: there is {', '.join(comparison.arms) or 'none'}"
+            f"no measured arm {chosen!r} to judge against {BASELINE}: there is {', '.join(arms) or 'none'}"
             if chosen
             else "no arm besides bf16 was measured: there is nothing to judge"
         )

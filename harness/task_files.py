@@ -183,7 +183,8 @@ def _absolute(files: Any, folder: Path, data: Path | None) -> Any:
     looked = [folder, *([data] if data else [])]
     found = next((place / files for place in looked if (place / files).exists()), None)
     if found is None:
-        raise FileNotFoundError(f"there is no {files} in {' nor in '.join(map(str, looked))}")
+        hint = "" if data else " (their folder: --suite-data, in a recipe suite_data)"
+        raise FileNotFoundError(f"there is no {files} in {' nor in '.join(map(str, looked))}{hint}")
     return str(found)
 
 

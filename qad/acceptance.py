@@ -16,8 +16,9 @@ from qad.errors import ArtifactError
 
 
 def require_own(run: Path) -> None:
-    """Hold the records of RUN/measure against the folders of the run. Scores that were imported have no weights to compare,
-    an arm whose folder was removed cannot be compared, and a file that is no record is the report's to name.
+    """Hold the records of RUN/measure against the folders of the run; an arm's controls are in ARM-again. Scores that were
+    imported have no weights to compare, an arm whose folder was removed cannot be compared, and a file that is no record is the
+    report's to name.
 
     Raises ArtifactError naming the record, what differs, and the remedy.
     """
@@ -26,7 +27,7 @@ def require_own(run: Path) -> None:
             record = records.read(path)
         except (ValueError, OSError):
             continue
-        arm = path.parent.name
+        arm = path.parent.name if record.control is None else path.parent.name.removesuffix("-again")
         if record.arm != arm:
             raise ArtifactError(f"{path} was measured as arm {record.arm!r}: measure it with --arm {arm}, or move it")
         if "imported" not in record.provenance:

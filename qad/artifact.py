@@ -85,7 +85,7 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
     is gone or has another size than its manifest says."""
     manifest_path = path / MANIFEST
     if not manifest_path.is_file():
-        unfinished = path.with_name(path.name + ".partial").exists()
+        unfinished = path.parent.joinpath(f"{path.name}.partial").exists()
         hint = "an unfinished one lies beside it; run the same command again" if unfinished else "check the path"
         raise ArtifactError(f"{path} is not a finished {kind or 'artifact'} (no {MANIFEST}): {hint}")
     try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qad import __version__, measure_command
+from qad import __version__, arguments, measure_command
 from qad.errors import QadError, UsageError
 
 INTERRUPTED = 130
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = _command(commands, "run", _run, "everything: calibrate, train, export, check, measure, report")
     _recipe(sub)
     sub.add_argument(
-        "--out", type=Path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
+        "--out", type=arguments.path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
     )
 
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
@@ -67,34 +67,42 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
     _recipe(sub)
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
 
     sub = _command(commands, "train", _train, "make the QAD (or QAT) arm: calibrate, then train")
     _recipe(sub)
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="arm folder to write")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
     sub.add_argument(
-        "--ptq", type=Path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)"
+        "--ptq",
+        type=arguments.path,
+        metavar="ARM_DIR",
+        help="PTQ arm to start from (default: DIR/../ptq, made if absent)",
     )
 
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
-    sub.add_argument("arm", type=Path, metavar="ARM_DIR")
+    sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR")
     sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
-    sub.add_argument("--shard-size", type=int, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
+    sub.add_argument("--shard-size", type=arguments.count, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR")
 
     sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
-    sub.add_argument("folder", type=Path, metavar="DIR")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR")
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR")
 
     sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
-    sub.add_argument("folder", type=Path, metavar="DIR")
-    sub.add_argument("--source", type=Path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights")
-    sub.add_argument("--tp", type=int, default=1, metavar="N", help="planned tensor parallelism (default: 1)")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR")
+    sub.add_argument(
+        "--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights"
+    )
+    sub.add_argument(
+        "--tp", type=arguments.count, default=1, metavar="N", help="planned tensor parallelism (default: 1)"
+    )
     sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
     sub.add_argument("--strict", action="store_true", help="warnings count as errors")
-    sub.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy where nothing is lost by it, and check "
-                     "that; what needs quantizing again is exported from --source")  # fmt: skip
+    sub.add_argument("--fix", type=arguments.path, metavar="OUT",
+                     help="write a repaired copy where nothing is lost by it, and check that; what needs quantizing again "
+                     "is exported from --source")  # fmt: skip
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     text = "measure one checkpoint folder into a record"
@@ -108,24 +116,26 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
                      help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
                      "Evaluator; baseline first")  # fmt: skip
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="comparison folder to write")
-    sub.add_argument("--noise-floor", type=Path, nargs="+", default=[], metavar="CONTROL",
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument("--noise-floor", type=arguments.path, nargs="+", default=[], metavar="CONTROL",
                      help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
     sub.add_argument("--margin", type=float, default=0.01, help="share of a score that may be lost (default: 0.01)")
     _policy(sub)
 
     sub = _command(commands, "gate", _gate, "hold results against a policy: pass, fail or inconclusive")
-    sub.add_argument("results", type=Path, metavar="RESULTS", help="run folder, comparison folder or report.json")
+    sub.add_argument(
+        "results", type=arguments.path, metavar="RESULTS", help="run folder, comparison folder or report.json"
+    )
     _policy(sub)
     sub.add_argument("--arm", help="arm to judge (default: qad, else ptq)")
     sub.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
 
     sub = _command(commands, "report", _report, "render the report of a run again from its records")
-    sub.add_argument("run", type=Path, metavar="RUN")
+    sub.add_argument("run", type=arguments.path, metavar="RUN")
     _policy(sub)
 
     sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
-    sub.add_argument("folder", type=Path, metavar="DIR")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR")
     return parser
 
 
@@ -242,8 +252,6 @@ def _convert(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from export.check import check, to_json
 
-    if args.tp < 1:
-        raise UsageError(f"--tp {args.tp}: expected a positive number")
     folder = _fixed(args) if args.fix else args.folder
     findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
     bad = [f for f in findings if f.severity == "error" or args.strict]

@@ -21,7 +21,7 @@ from qad.errors import UsageError
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 Format = Literal["NVFP4", "W4A16_NVFP4", "FP8"]
@@ -56,6 +56,7 @@ class Calibrate(_Strict):
 
 
 Method = Literal["qad", "qat"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Train(_Strict):
@@ -96,7 +97,7 @@ class Train(_Strict):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     clip: Annotated[float, Field(gt=0)] = 1.0
     weight_only_steps: Annotated[int, Field(ge=0)] = 0
     activation_checkpointing: bool = False
@@ -141,6 +142,8 @@ class Train(_Strict):
             raise ValueError(
                 f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows"
             )
+        if self.warmup_steps >= self.steps > 1:
+            raise ValueError(f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps at the full rate")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
         if not self.methods or len(set(self.methods)) < len(self.methods):
@@ -229,7 +232,7 @@ class Recipe(_Strict):
     """One run, whole. dtype: compute dtype of teacher and student; auto is BF16 where the hardware multiplies BF16
     natively, else FP32."""
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0)] = 0
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantize: Quantize = Quantize()
@@ -335,7 +338,9 @@ def _explain(error: ValidationError, raw: Any) -> str:
         given = first["input"].get("source") if isinstance(first["input"], dict) else None
         return f"key {key!r} is missing: one of {kinds}" if given is None else f"{key}: one of {kinds} (got {given!r})"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{dotted or 'recipe'}: {message} (got {first['input']!r})" if dotted else message
+    if not dotted or kind == "value_error":  # of a section: names what does not fit together
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted}: {message} (got {first['input']!r})"
 
 
 def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseModel]]:
@@ -350,7 +355,9 @@ def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseMod
                 raw = raw[part]
         elif part in SOURCES and part not in model.model_fields:
             model = SOURCES[part]
-        else:
+        elif (
+            isinstance(raw, dict) or part in model.model_fields
+        ):  # else a member of a union, such as literal['qad','qat']
             keys.append(part)
             raw = raw.get(part) if isinstance(raw, dict) else None
             annotation = model.model_fields[part].annotation if part in model.model_fields else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from qad import arguments
 from qad.errors import UsageError
 
 _Option = Callable[[argparse.ArgumentParser], None]
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
 
     def kind(name: str, function: Callable[[argparse.Namespace, _Say], int], text: str, *options: _Option) -> None:
         sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        sub.set_defaults(command=lambda args: function(args, say), kind=name)
+        sub.set_defaults(command=lambda args: _placed(function, args, say), kind=name)
         for option in options:
             option(sub)
 
@@ -39,103 +39,147 @@ def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
 
 
 def _folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="HF_DIR")
+    parser.add_argument("folder", type=arguments.path, metavar="HF_DIR")
 
 
 def _folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, nargs="+", metavar="HF_DIR", help="several with --engine: measured in turns"
+        "folder", type=arguments.path, nargs="+", metavar="HF_DIR", help="several with --engine: measured in turns"
     )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
     _out(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=arguments.unsigned, default=0)
 
 
 def _out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="JSON record; several folders: a folder"
+        "--out", type=arguments.path, required=True, metavar="FILE", help="JSON record; several folders: a folder"
     )
-    parser.add_argument("--arm", default="custom", help="name of the arm in reports (default: custom)")
+    parser.add_argument(
+        "--arm", type=arguments.text, default="custom", help="name of the arm in reports (default: custom)"
+    )
 
 
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm", "trtllm"], help="start this engine and ask it")
     parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON or "
                         "QAD_TRTLLM_PYTHON, then .venv-vllm)")  # fmt: skip
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence the engine is to serve")
+    parser.add_argument(
+        "--max-model-len", type=arguments.count, metavar="TOKENS", help="longest sequence the engine is to serve"
+    )
     parser.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
                         help="one argument for the engine's own command line, as --engine-option=--enforce-eager; may be "
                         "repeated")  # fmt: skip
 
 
 def _asked(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", metavar="URL", help="ask an OpenAI server that has loaded HF_DIR; of fidelity it can "
-                        "tell a bound")  # fmt: skip
+    parser.add_argument("--server", type=arguments.text, metavar="URL",
+                        help="ask an OpenAI server that has loaded HF_DIR; of fidelity it can tell a bound")  # fmt: skip
     parser.add_argument("--served-model", metavar="NAME", help="the server's name of it (default: its only one)")
     parser.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="the server's context, where it does not tell"
+        "--max-model-len", type=arguments.count, metavar="TOKENS", help="the server's context, where it does not tell"
     )
     parser.add_argument("--noise-floor", action="store_true", help="the arm's control instead: the same weights under "
                         "another batch size, seed and attention kernel")  # fmt: skip
 
 
 def _fidelity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--teacher", type=Path, metavar="DIR", help="the BF16 original (required)")
-    parser.add_argument("--data", default="python-docs", help="python-docs, or a text or JSONL file (its test split)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of text (default: 8192)")
-    parser.add_argument("--seq-len", type=int, default=512, help="longest sequence, in tokens (default: 512)")
+    parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original (required)")
+    parser.add_argument(
+        "--data",
+        type=arguments.text,
+        default="python-docs",
+        help="python-docs, or a text or JSONL file (its test split)",
+    )
+    parser.add_argument("--tokens", type=arguments.count, default=8192, help="tokens of text (default: 8192)")
+    parser.add_argument(
+        "--seq-len", type=arguments.count, default=512, help="longest sequence, in tokens (default: 512)"
+    )
     parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="also write N tokens after the beginning of each "
+    parser.add_argument("--new-tokens", type=arguments.count, metavar="N", help="also write N tokens after the beginning of each "
                         "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
 
 
 def _accuracy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", metavar="NAME", help="a shipped suite or a YAML file (default: smoke)")
     parser.add_argument("--suite-data", metavar="DIR", help="folder of the suite's data files")
-    parser.add_argument("--tasks", help="comma-separated task names, in place of a suite")
-    parser.add_argument("--limit", type=int, help="items per task")
+    parser.add_argument("--tasks", type=arguments.text, help="comma-separated task names, in place of a suite")
+    parser.add_argument("--limit", type=arguments.count, help="items per task")
     parser.add_argument("--think-end", metavar="TEXT", help="what ends a reasoning model's thinking, as </think>")
 
 
 def _load(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", metavar="URL", help="a server that runs, http://HOST:PORT")
-    parser.add_argument("--server-log", type=Path, metavar="FILE", help="what that server printed, to name its kernels")
-    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16], metavar="N,N", help="default: 1,4,16")
-    parser.add_argument("--isl", type=_counts, default=[128], metavar="N,N", help="input tokens (default: 128)")
-    parser.add_argument("--osl", type=_counts, default=[128], metavar="N,N", help="output tokens (default: 128)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every cell (default: 3)")
-    parser.add_argument("--requests", type=int, help="requests a run (default: 4 x concurrency, at least 16)")
-    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
+    parser.add_argument("--server", type=arguments.text, metavar="URL", help="a server that runs, http://HOST:PORT")
+    parser.add_argument(
+        "--server-log", type=arguments.path, metavar="FILE", help="what that server printed, to name its kernels"
+    )
+    parser.add_argument("--concurrency", type=arguments.counts, metavar="N,N", help="default: 1,4,16")
+    parser.add_argument("--isl", type=arguments.counts, metavar="N,N", help="input tokens (default: 128)")
+    parser.add_argument("--osl", type=arguments.counts, metavar="N,N", help="output tokens (default: 128)")
+    parser.add_argument("--repeats", type=arguments.count, help="runs of every cell (default: 3)")
+    parser.add_argument(
+        "--requests", type=arguments.count, help="requests a run (default: 4 x concurrency, at least 16)"
+    )
+    parser.add_argument("--endpoint", choices=["completions", "chat"], help="default: completions")
     parser.add_argument(
         "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
     )
     parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
-    parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS",
+    parser.add_argument("--ready-timeout", type=arguments.count, metavar="SECONDS",
                         help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
 
 
 def _prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate per prompt (default: 32)")
-    parser.add_argument("--long-tokens", type=int, default=0, help="length of one more prompt (default: none)")
+    parser.add_argument(
+        "--new-tokens", type=arguments.count, default=32, help="tokens to generate per prompt (default: 32)"
+    )
+    parser.add_argument(
+        "--long-tokens", type=arguments.unsigned, default=0, help="length of one more prompt (default: none)"
+    )
     parser.add_argument("--compile", action="store_true", help="let the engine compile the model")
 
 
 def _result(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="result file of a load tool")
+    parser.add_argument("file", type=arguments.path, metavar="FILE", help="result file of a load tool")
     _out(parser)
     parser.add_argument(
         "--from", dest="tool", choices=_TOOLS, help="tool that wrote it (default: told from its contents)"
     )
 
 
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 # --- kinds ---
+
+
+def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.Namespace, say: _Say) -> int:
+    _require_place(args)
+    return function(args, say)
+
+
+def _require_place(args: argparse.Namespace) -> None:
+    """Where the record goes, before hours are spent on it. Raises UsageError."""
+    several = isinstance(getattr(args, "folder", None), list) and len(args.folder) > 1
+    if not several and args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a folder: name the record's file, such as {args.out / args.kind}.json")
+    inside = args.out if several else args.out.parent
+    blocking = next((place for place in (inside, *inside.parents) if place.exists()), inside)
+    if not blocking.is_dir():
+        raise UsageError(f"--out {args.out} cannot be written: {blocking} is a file")
+
+
+def _require_unused(args: argparse.Namespace, names: Sequence[str], remedy: str) -> None:
+    """Raises UsageError where an option was given that this measurement would pass over."""
+    given = next((name for name in names if getattr(args, name) not in (None, [])), None)
+    if given is not None:
+        option = given.removesuffix("s") if given == "engine_options" else given
+        raise UsageError(f"--{option.replace('_', '-')} {remedy}")
+
+
+_OF_ENGINE = ("python", "max_model_len", "engine_options")
+_OF_LOAD = ("server_log", "concurrency", "isl", "osl", "repeats", "requests", "endpoint", "driver", "driver_python",
+            "ready_timeout")  # fmt: skip
 
 
 def _memory(args: argparse.Namespace, say: _Say) -> int:
@@ -144,6 +188,8 @@ def _memory(args: argparse.Namespace, say: _Say) -> int:
     choice = None
     if args.engine not in (None, "transformers"):
         choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
+    else:
+        _require_unused(args, _OF_ENGINE, "is of an engine that is started: add --engine vllm or trtllm")
     measure_folder(args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
                    choice=choice)  # fmt: skip
     say(f"record: {args.out}")
@@ -156,6 +202,8 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
     from qad.measuring import measure_folder
     from qad.scoring import ServerChoice
 
+    if not args.server:
+        _require_unused(args, ("served_model", "max_model_len"), "is of a server: add --server URL")
     section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
     server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
     measure_folder(args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
@@ -186,6 +234,7 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
             raise UsageError(
                 f"{len(args.folder)} folders are measured in turns by --engine vllm or trtllm; give one here"
             )
+        _require_unused(args, (*_OF_ENGINE, *_OF_LOAD), "is of a server's speed: add --engine vllm or --server URL")
         section = parse_section("throughput", {})
         measure_folder(args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
                        seed=args.seed)  # fmt: skip
@@ -196,9 +245,10 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
 
     named = args.arm != "custom" or len(args.folder) == 1
     arms = args.arm.split(",") if named else list(ARMS[: len(args.folder)])
-    plan = Plan(args.concurrency, args.isl, args.osl, args.repeats, args.requests, args.endpoint, args.seed)
+    plan = Plan(args.concurrency or [1, 4, 16], args.isl or [128], args.osl or [128], args.repeats or 3, args.requests,
+                args.endpoint or "completions", args.seed)  # fmt: skip
     serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
-                      args.server_log, args.driver, args.driver_python, args.ready_timeout)  # fmt: skip
+                      args.server_log, args.driver, args.driver_python, float(args.ready_timeout or 600))  # fmt: skip
     return measure_served(args.folder, arms, args.out, plan, serving, say)
 
 

@@ -50,7 +50,7 @@ class Measuring:
         self.job, self.out, self.say = job, out, say
         self.arms = ("bf16", "ptq", *job.recipe.train.methods)
         self._models: dict[str, Any] = {}
-        section = job.recipe.measure.accuracy  # an unknown task name is found before hours are spent
+        section = job.recipe.measure.accuracy
         self._scoring = Scoring.of(section, job.recipe.seed) if section else None
 
     def memory(self) -> None:

@@ -13,7 +13,6 @@ RUN/teacher_cache                       the teacher's distributions, where train
 from __future__ import annotations
 
 import functools
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,9 @@ import yaml
 from qad.artifact import MANIFEST, open_artifact, replace_card
 from qad.compiled import compilation
 from qad.config import Recipe
-from qad.errors import ArtifactError, BrokenCheckpointError, StorageError, UsageError
+from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
 from qad.measuring import Measuring
+from qad.preflight import require_measurable
 from qad.stages import METRICS, Job, bf16_arm, prepare, ptq_arm, require_dense, require_enough_text, trained_arm
 from qad.tracking import Tracker, tracking
 
@@ -71,7 +71,7 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
     with clock("prepare"):
         job = prepare(recipe, say, out / "text")
         require_dense(job)
-        _require_measurable(job)
+        require_measurable(job, out)
         _claim(job, out)
         require_enough_text(job, say)
         measuring = Measuring(job, out, say)
@@ -113,20 +113,6 @@ def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
         say(f"{finding.severity}: {finding.rule} {finding.module}: {finding.message}")
     if any(finding.severity == "error" for finding in findings):
         raise BrokenCheckpointError(f"{out} did not pass its own check: this is a defect of the exporter")
-
-
-def _require_measurable(job: Job) -> None:
-    """transformers opens the compressed-tensors layout with that library, which decompresses to BF16 only."""
-    measure = job.recipe.measure
-    if job.recipe.export.layout == "modelopt" or not (measure.fidelity or measure.accuracy or measure.throughput):
-        return
-    if importlib.util.find_spec("compressed_tensors") is None:
-        raise UsageError("measuring the compressed-tensors layout needs that library: pip install compressed-tensors")
-    if job.dtype != "bfloat16":
-        raise UsageError(
-            f"the compressed-tensors library computes in bfloat16 only, dtype is {job.dtype}: set dtype to bfloat16, or "
-            "export.layout to modelopt and `qad convert` the result"
-        )
 
 
 def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:

@@ -13,6 +13,7 @@ from qad.config import Recipe, Train
 from qad.data_config import Generations
 from qad.formats import FP8
 from qad.optim import trainable_names
+from qad.preflight import require_measurable
 from qad.stages import Job, prepare, require_dense, require_enough_text
 
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -23,6 +24,7 @@ def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
     job = prepare(recipe, say)
     require_dense(job)
+    require_measurable(job)
     sources = [recipe.calibrate.data, recipe.train.data, recipe.train.validation_data or recipe.train.data]
     if any(isinstance(part, Generations) for data in sources for part in data.root):
         say("text   is partly the teacher's own, which the run writes first")

@@ -78,7 +78,7 @@ def measure_arms(
     from harness.serving.drivers import choose_driver
     from harness.serving.sweep import measure_serving
 
-    driver = choose_driver(serving.driver, _load_pythons(serving))
+    driver = choose_driver(serving.driver, load_pythons(serving))
     starts = {arm: _start(serving, folder, record) for arm, (folder, record) in places.items()}
     tokenizer_folder = next(iter(places.values()))[0]
     return measure_serving(starts, plan, driver, tokenizer_folder, say)
@@ -90,7 +90,7 @@ def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
             "max_model_len": serving.max_model_len, "machine": digest_of(provenance.environment())}  # fmt: skip
 
 
-def _load_pythons(serving: Serving) -> list[str]:
+def load_pythons(serving: Serving) -> list[str]:
     """Where a load tool may be: the named environment, else this one and the engine's."""
     if serving.driver_python:
         return [serving.driver_python]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from harness.comparison import Comparison
-from harness.records import Record
+from harness.records import ARMS, MemoryData, Record
 from harness.verdict import Verdict
 from reports import capacity, details, figures, origin, serving, strata, tables
 from reports.load import Run
@@ -98,7 +98,8 @@ def document(
 
     changed: the parts on single benchmarks and their items (`items.on_page`).
     """
-    models = [clean(name) for name in dict.fromkeys(record.model for record in records)]
+    base = [record for record in records if record.arm == ARMS[0]] or records  # the others may be named after a folder
+    models = [clean(name) for name in dict.fromkeys(record.model for record in base)]
     dates = sorted({record.created[:10] for record in records})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "at an unknown time"
     arms = people_list([arm_name(arm) for arm in comparison.arms]) if comparison.arms else "no arm"
@@ -191,6 +192,10 @@ def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Bl
     items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
     items += [(f"Exact KL of {arm_name(arm)}", f"not measured: what is shown is a bound of it, {clean(row.bound, 200)}")
               for arm, row in comparison.fidelity.items() if row.bound]  # fmt: skip
+    if cached := _quantized_caches(records):
+        items.append(
+            (f"Quantized KV cache of {people_list(cached)}", "not measured: transformers keeps K and V as they are")
+        )
     if not comparison.noise_floor:
         items.append(
             ("Noise floor", "not measured: no arm was run against itself, so nothing tells how much a rerun moves")
@@ -198,6 +203,15 @@ def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Bl
     if capacity.serving(comparison.arms, records) is None:
         items.append(("Memory while serving", "not measured: KV capacity and peak memory need a serving engine"))
     return [Notes(items)]
+
+
+def _quantized_caches(records: list[Record]) -> list[str]:
+    """Arms whose folder announces a quantized KV cache, where transformers, which does without, told their quality."""
+    announced = {
+        r.arm for r in records if isinstance(r.data, MemoryData) and r.data.cache and r.data.cache.kv_dtype != "bf16"
+    }
+    here = {r.arm for r in records if r.kind in ("accuracy", "fidelity") and r.engine.name == "transformers"}
+    return [arm_name(arm) for arm in dict.fromkeys(r.arm for r in records) if arm in announced & here]
 
 
 def _capital(text: str) -> str:

@@ -33,7 +33,8 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
     """Open a BF16 or NVFP4 folder. dtype: float32, bfloat16 or auto. device: cpu, cuda, cuda:N. attention: sdpa, eager, ...;
     None is transformers' choice.
 
-    Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device.
+    Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device, or one that the
+    folder's layout cannot be computed in.
     """
     import qad.hf  # noqa: F401  (registers the quantizer that opens our folders)
 
@@ -42,6 +43,12 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
     require_device(device)
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(folder, allow_quantized=True)
+    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    if method == "compressed-tensors" and dtype != "bfloat16":
+        raise UsageError(
+            f"{folder} is opened by the compressed-tensors library, which computes in bfloat16 only, dtype is {dtype}: use "
+            "dtype bfloat16, or `qad convert` it to the modelopt layout"
+        )
     tokenizer = load_tokenizer(checkpoint.folder)
     model = load_model(checkpoint, dtype, device, attention)
     algorithm = algorithm_of(checkpoint.config)

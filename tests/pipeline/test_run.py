@@ -218,6 +218,18 @@ def test_a_record_from_another_machine_is_accepted_by_its_hash(
         assert message in capsys.readouterr().err
 
 
+def test_a_noise_floor_joins_a_finished_run(
+    finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = finished
+    out = tmp_path / "out"
+    shutil.copytree(run, out)
+    assert main(["run", str(recipe), "--out", str(out), "--set", "measure.noise_floor=true"]) == 0
+    assert "noise floor, ptq against itself" in capsys.readouterr().out
+    content = json.loads((out / "report" / "report.json").read_text())
+    assert set(content["comparison"]["noise_floor"]) == {"bf16", "ptq"}
+
+
 # --- killed at any moment ---
 
 

@@ -72,3 +72,48 @@ def test_the_readme_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("    "):
             assert line in readme
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["show", ""], "expected a path, got an empty string"),
+        (["check", "x", "--tp", "0"], "expected a whole number, 1 or more"),
+        (["export", "x", "--out", "y", "--shard-size", "-5"], "expected a whole number, 1 or more"),
+        (["measure", "throughput", "x", "--out", "y", "--concurrency", "0"], "expected a whole number, 1 or more"),
+        (["measure", "throughput", "x", "--out", "y", "--isl", "16,x"], "expected a whole number, 1 or more"),
+        (["measure", "memory", "x", "--out", "y", "--seed", "-1"], "expected a whole number, 0 or more"),
+        (["measure", "accuracy", "x", "--out", "y", "--tasks", ""], "expected a value, got an empty string"),
+    ],
+)
+def test_an_argument_that_is_no_path_or_count(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["memory", "x", "--out", "."], "is a folder: name the record's file"),
+        (["memory", "x", "--out", "file/record.json"], "file is a file"),
+        (["memory", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is of an engine"),
+        (["memory", "x", "--out", "y", "--engine-option=--a"], "--engine-option is of an engine"),
+        (["accuracy", "x", "--out", "y", "--served-model", "m"], "--served-model is of a server"),
+        (["throughput", "x", "--out", "y", "--isl", "16"], "--isl is of a server's speed"),
+    ],
+)
+def test_an_option_that_would_be_passed_over_and_a_record_that_cannot_be_written(
+    command: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert main(["measure", *command]) == 2
+    assert message in capsys.readouterr().err

@@ -165,6 +165,15 @@ def test_runs_that_are_not_comparable_are_refused_and_every_difference_is_named(
     assert "facts: filters (bf16 ['none'], ptq ['strict'])" in capsys.readouterr().err
 
 
+def test_an_exported_folder_measured_by_hand_compares_with_its_original(tmp_path: Path) -> None:
+    """Each record has the name of the folder that it was measured in."""
+    base, ptq = (record(arm, AccuracyData([task("facts", arm)])) for arm in ("bf16", "ptq"))
+    renamed = dataclasses.replace(ptq, model="tiny, NVFP4 (PTQ)")
+    out = tmp_path / "out"
+    assert main(["compare", *write(tmp_path, [base, renamed]), "--out", str(out)]) == 0
+    assert f"# {base.model}\n" in (out / "report" / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

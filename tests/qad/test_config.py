@@ -128,3 +128,19 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message:
 def test_a_missing_recipe_names_the_nearest_shipped_one() -> None:
     with pytest.raises(UsageError, match="did you mean 'smollm2-135m'"):
         load_recipe("smolm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr=.inf", r"train\.lr: .* finite"),
+        ("train.betas=[2, 3]", r"train\.betas\.0: .* less than 1"),
+        ("train.warmup_steps=1000", "leaves none of the [0-9]+ steps at the full rate$"),
+        ("train.method=sgd", r"train\.method: Input should be 'qad' or 'qat' \(got 'sgd'\)"),
+        ("train.tokens=1", r"is less than one step \(batch_size 4 x seq_len\)$"),
+        ('model=""', "model: .* at least 1 character"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_said_in_few_words(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_recipe(recipe(tmp_path, BASE), [override])

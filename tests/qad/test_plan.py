@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from export.writer import export_arm
 from qad.cli import main
@@ -20,8 +21,6 @@ def recipe(model: Path, **train: object) -> dict[str, object]:
 
 
 def run_plan(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    import yaml
-
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe(model)))
     assert main(["plan", str(path), *[x for o in overrides for x in ("--set", o)]]) == 0
@@ -59,3 +58,24 @@ def test_frozen_parameters_take_no_gradient_memory(
     linears = run_plan(tiny_llama_dir, tmp_path, capsys, "train.trainable=linears")
     sizes = [float(re.search(r"gradients ([\d.e+-]+) GB", out)[1]) for out in (whole, linears)]  # type: ignore[index]
     assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("measure.accuracy={suite: local}", "there is no arc_easy.jsonl"),
+        ("measure.accuracy={tasks: [qad_fact]}", "did you mean qad_facts?"),
+        ("measure.engine=vllm", "QAD_VLLM_PYTHON names absent"),
+    ],
+)
+def test_what_the_run_could_not_measure_is_said_before(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    override: str, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("QAD_VLLM_PYTHON", "absent")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(tiny_llama_dir)))
+    for command in (["plan", str(path)], ["run", str(path), "--out", str(tmp_path / "out")]):
+        assert main([*command, "--set", override]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

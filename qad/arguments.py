@@ -1,0 +1,41 @@
+"""Types of command line arguments: what is no path or count is refused before anything is read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def path(text: str) -> Path:
+    """An empty string, often an unset variable of a shell, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty string")
+    return Path(text)
+
+
+def text(given: str) -> str:
+    """A string that is not empty."""
+    if not given:
+        raise argparse.ArgumentTypeError("expected a value, got an empty string")
+    return given
+
+
+def count(given: str) -> int:
+    """A whole number, 1 or more."""
+    return _whole(given, 1)
+
+
+def unsigned(given: str) -> int:
+    """A whole number, 0 or more."""
+    return _whole(given, 0)
+
+
+def counts(given: str) -> list[int]:
+    """Whole numbers of 1 or more, separated by commas."""
+    return [count(part) for part in given.split(",")]
+
+
+def _whole(given: str, least: int) -> int:
+    if not given.strip().isdecimal() or int(given) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {given!r}")
+    return int(given)
