@@ -59,7 +59,8 @@ def null_activations(folder: Path, out: Path) -> Path:
     config["quantization_config"]["quant_algo"] = "NVFP4"
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     (out / "config.json").write_text(json.dumps(config))
-    (out / "hf_quant_config.json").unlink()
+    for name in ("hf_quant_config.json", "qad_manifest.json"):  # another exporter's folder
+        (out / name).unlink()
     return out
 
 
@@ -222,7 +223,7 @@ def test_the_command_with_a_compiled_model(
 ) -> None:
     options = ["--python", str(vllm_python), "--out", str(tmp_path / "parity.json"), "--compile"]
     assert main(["measure", "parity", str(folders["llama_w4a4"]), *options]) == 0
-    assert "parity holds: log-probabilities at most" in capsys.readouterr().out
+    assert "parity holds: 4 of 4 prompts agree" in capsys.readouterr().out
     record = json.loads((tmp_path / "parity.json").read_text())
     assert record["engine"]["emulated"]
     assert record["engine"]["kernel_path"].startswith("CpuNvFp4LinearKernel")
