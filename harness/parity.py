@@ -1,13 +1,13 @@
 """Whether an engine computes what a checkpoint says: its log-probabilities beside those of this project's torch reference.
 
 Rounding alone never makes two implementations of one FP32 model differ by 1e-3 in a log-probability, with one exception:
-quantized activations turn a last bit into another FP4 code, and from there on two right implementations part. So
+quantized activations turn a last bit into another FP4 code, and from there on two right implementations part. With a
+model of 30 layers that happens within some ten tokens. So
 
-    end to end     every log-probability within TOLERANCE: FP32 on a CPU, and either the activations are not quantized,
-                   or the sequence has at most SHORT tokens
+    end to end     every log-probability within TOLERANCE. Required in FP32 on a CPU where activations are not quantized
+    rounding       otherwise, where a sequence exceeds it: mean KL, over those sequences, no more than FLOOR_FACTOR times what the
+                   reference itself gets from computing the same tokens in a finer dtype, in the same run
     layer by layer every quantized Linear alone, on the reference's own input, within LAYER_TOLERANCE
-    kernel swap    other sequences, and GPUs: mean KL no more than FLOOR_FACTOR times what the reference itself gets by
-                   swapping its attention implementation, measured on the same tokens in the same run
 
 Both sides read the same files: a scale that is wrong in itself is the checker's to find. What is found here is what the
 engine makes of it: unequal scales of a fused GEMM, lost tensors, wrong kernels.
@@ -15,8 +15,8 @@ engine makes of it: unequal scales of a fused GEMM, lost tensors, wrong kernels.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from harness.records import ParityData, ParityLayer, ParityPrompt
 from qad.fusion import experts_of
 from qad.linear import QuantizedLinear
 
-SHORT = 48  # tokens of a sequence, prompt and generated
+SHORT = 48  # tokens of a sequence, prompt and generated: longer ones only make FP4 codes part
 TOLERANCE = 1e-3  # nats
 LAYER_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}  # of the output's largest value
-FLOOR_FACTOR = 2.0  # the engine swaps its GEMMs and norms as well, not only the attention
+FLOOR_FACTOR = 3.0  # where a code flips first is chance; measured ratios of the real vLLM are near 2
+_FINER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 LAYER_TOKENS = 8
 TEXTS = (
     "The capital of France is",
@@ -38,17 +39,6 @@ TEXTS = (
     "Water boils at a temperature of",
     "Once upon a time there was a",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What the torch reference makes of a prompt and what the engine generated after it: float64 [T - 1 + n, V].
-
-    swapped: the same with another attention implementation; None where it is not needed.
-    """
-
-    log_probs: Tensor
-    swapped: Tensor | None
 
 
 def prompts(tokenizer: Any, new_tokens: int, long_text: str = "", long_tokens: int = 0) -> list[list[int]]:
@@ -82,40 +72,52 @@ def layer_inputs(model: Any, prompt: Sequence[int]) -> tuple[dict[str, Tensor], 
     return {n: x.float().cpu() for n, (x, _) in found.items()}, {n: y.float().cpu() for n, (_, y) in found.items()}
 
 
-def reference(model: Any, prompt: Sequence[int], tokens: Tensor, swap: bool) -> Reference:
-    """Score what the engine generated. `swap`: with a second attention implementation as well."""
-    ids = [*prompt, *tokens.tolist()[:-1]]
-    log_probs = _logits(model, ids).double().log_softmax(-1)
-    if not swap:
-        return Reference(log_probs, None)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager" if before != "eager" else "sdpa")
+def log_probs(model: Any, prompt: Sequence[int], tokens: Tensor) -> Tensor:
+    """What the reference makes of a prompt and of what the engine generated after it: float64 [T - 1 + n, V]."""
+    return _logits(model, [*prompt, *tokens.tolist()[:-1]]).double().log_softmax(-1).cpu()
+
+
+@contextlib.contextmanager
+def finer(model: Any) -> Iterator[None]:
+    """Inside the block the model computes in the next wider dtype, with the values it has: every kernel rounds otherwise."""
+    dtype = next(model.parameters()).dtype
+    before = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype == dtype]
     try:
-        return Reference(log_probs, _logits(model, ids).double().log_softmax(-1))
+        for tensor, data in before:
+            tensor.data = data.to(_FINER[dtype])
+        yield
     finally:
-        model.set_attn_implementation(before)
+        for tensor, data in before:
+            tensor.data = data
 
 
-def is_exact(dtype: str, device: str, quantizes_activations: bool, length: int) -> bool:
+def must_agree(dtype: str, device: str, quantizes_activations: bool) -> bool:
     """True where every single log-probability has to agree."""
-    return dtype == "float32" and device == "cpu" and (not quantizes_activations or length <= SHORT)
+    return dtype == "float32" and device == "cpu" and not quantizes_activations
 
 
-def compare_prompt(prompt: Sequence[int], tokens: Tensor, log_probs: Tensor, expected: Reference) -> ParityPrompt:
-    """Engine's log_probs [T - 1 + n, V] against the reference. What is not a number comes out as None.
+def agrees(one: ParityPrompt) -> bool:
+    """True where every single log-probability does agree."""
+    return one.max_difference is not None and one.max_difference <= TOLERANCE
+
+
+def compare_prompt(prompt: Sequence[int], tokens: Tensor, theirs: Tensor, ours: Tensor) -> ParityPrompt:
+    """The engine's log-probabilities [T - 1 + n, V] against the reference's. What is not a number comes out as None.
 
     A vocabulary that the engine pads, or cuts, is compared as far as both have it.
     """
-    shared = min(log_probs.shape[-1], expected.log_probs.shape[-1])
-    ours, theirs = expected.log_probs[:, :shared].cpu(), log_probs[:, :shared].double()
-    difference = float((theirs - ours).abs().max())
-    kl = float(token_kl(ours, theirs).mean())
-    floor = None if expected.swapped is None else float(token_kl(ours, expected.swapped[:, :shared].cpu()).mean())
+    shared = min(theirs.shape[-1], ours.shape[-1])
+    ours, theirs = ours[:, :shared], theirs[:, :shared].double()
     greedy = ours[len(prompt) - 1 :].argmax(-1)
     return ParityPrompt(
-        input_tokens=len(prompt), output_tokens=len(tokens), max_difference=_number(difference),
-        tokens_equal=int((greedy == tokens).sum()), mean_kl=_number(kl), floor_kl=floor,
+        input_tokens=len(prompt), output_tokens=len(tokens), max_difference=_number(float((theirs - ours).abs().max())),
+        tokens_equal=int((greedy == tokens).sum()), mean_kl=mean_kl(ours, theirs), floor_kl=None,
     )  # fmt: skip
+
+
+def mean_kl(ours: Tensor, theirs: Tensor) -> float | None:
+    """KL(ours || theirs) over the positions, nats; None where it is not a number."""
+    return _number(float(token_kl(ours, theirs).mean()))
 
 
 def compare_layers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[ParityLayer]:
@@ -134,11 +136,12 @@ def judge(
     reference_: str, log: list[str], other: Sequence[str] = (),
 ) -> ParityData:  # fmt: skip
     """The verdict, each failure in a line. `other`: what else was found to be wrong with the folder."""
-    failures = list(other)
-    for number, one in enumerate(prompts_):
-        length = one.input_tokens + one.output_tokens
-        exact = is_exact(dtype, device, quantizes_activations, length)
-        failures += _prompt_failures(number, one, exact)
+    strict = must_agree(dtype, device, quantizes_activations)
+    apart = [(number, one) for number, one in enumerate(prompts_) if not agrees(one)]
+    broken = [(n, one) for n, one in apart if strict or one.max_difference is None or one.mean_kl is None]
+    failures = [*other, *(_difference(number, one) for number, one in broken)]
+    if not broken:
+        failures += _beyond_floor([one for _, one in apart])
     limit = LAYER_TOLERANCE[dtype]
     for layer in layers:
         if layer.max_difference is None or layer.max_difference > limit:
@@ -151,17 +154,29 @@ def judge(
     )  # fmt: skip
 
 
-def _prompt_failures(number: int, one: ParityPrompt, exact: bool) -> list[str]:
+def _difference(number: int, one: ParityPrompt) -> str:
     where = f"prompt {number} ({one.input_tokens} + {one.output_tokens} tokens)"
-    agree = f"{one.tokens_equal} of {one.output_tokens} greedy tokens agree"
     if one.max_difference is None or one.mean_kl is None:
-        return [f"{where}: log-probabilities that are not numbers"]
-    if exact and one.max_difference > TOLERANCE:
-        return [f"{where}: log-probabilities {_text(one.max_difference)} nats apart, {agree}"]
-    if not exact and one.mean_kl > max(FLOOR_FACTOR * (one.floor_kl or 0.0), TOLERANCE):
-        floor = f"{_text(one.floor_kl)} between two attention implementations of the reference"
-        return [f"{where}: mean KL {_text(one.mean_kl)} nats where it is {floor}, {agree}"]
-    return []
+        return f"{where}: log-probabilities that are not numbers"
+    agree = f"{one.tokens_equal} of {one.output_tokens} greedy tokens agree"
+    return f"{where}: log-probabilities {_text(one.max_difference)} nats apart, {agree}"
+
+
+def _beyond_floor(apart: list[ParityPrompt]) -> list[str]:
+    """One line where the sequences, weighted by their positions, are further away than rounding takes the reference."""
+    positions = [one.input_tokens - 1 + one.output_tokens for one in apart]
+    total = sum(positions)
+    if not total:
+        return []
+    distance = sum((one.mean_kl or 0.0) * n for one, n in zip(apart, positions, strict=True)) / total
+    floor = sum((one.floor_kl or 0.0) * n for one, n in zip(apart, positions, strict=True)) / total
+    if distance <= max(FLOOR_FACTOR * floor, TOLERANCE):
+        return []
+    equal, generated = sum(one.tokens_equal for one in apart), sum(one.output_tokens for one in apart)
+    return [
+        f"{len(apart)} prompts: mean KL {_text(distance)} nats where the reference is {_text(floor)} away from itself in a finer "
+        f"dtype, {equal} of {generated} greedy tokens agree"
+    ]
 
 
 def _text(value: float | None) -> str:

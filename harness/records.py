@@ -260,8 +260,8 @@ class ParityPrompt:
     """One sequence in the engine and in the reference, over the whole vocabulary at every position.
 
     max_difference: largest difference of a log-probability, nats. tokens_equal: generated tokens that are the reference's
-    argmax as well. mean_kl: KL(reference || engine), nats; floor_kl: that of the reference under another attention
-    implementation, None where it was not needed. None elsewhere: not a number.
+    argmax as well. mean_kl: KL(reference || engine), nats; floor_kl: KL(reference || the reference in a finer dtype), None
+    where it was not needed. None elsewhere: not a number.
     """
 
     input_tokens: int

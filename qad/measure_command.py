@@ -271,9 +271,13 @@ def _parity(args: argparse.Namespace, say: _Say) -> int:
     )  # fmt: skip
     for line in data.failures:
         say(f"parity: {line}")
-    worst = max((p.max_difference for p in data.prompts if p.max_difference is not None), default=float("nan"))
     equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
-    say(f"parity {'holds' if data.holds else 'fails'}: log-probabilities at most {worst:.2g} nats apart, {equal} of "
-        f"{generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    agree = sum(p.max_difference is not None and p.max_difference <= data.tolerance for p in data.prompts)
+    say(f"parity {'holds' if data.holds else 'fails'}: {agree} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
+        f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    for p in data.prompts:
+        if p.floor_kl is not None:
+            say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
+                f"the reference against itself in a finer dtype {p.floor_kl:.2g}")  # fmt: skip
     say(f"record: {args.out}")
     return 0 if data.holds else 1

@@ -59,7 +59,8 @@ def null_activations(folder: Path, out: Path) -> Path:
     config["quantization_config"]["quant_algo"] = "NVFP4"
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     (out / "config.json").write_text(json.dumps(config))
-    (out / "hf_quant_config.json").unlink()
+    for name in ("hf_quant_config.json", "qad_manifest.json"):  # another exporter's folder
+        (out / name).unlink()
     return out
 
 
@@ -175,7 +176,7 @@ def test_unequal_scales_in_a_fused_gemm_are_found_and_named(
 ) -> None:
     failures = verdict("k_scale", folders, references, answers).failures
     assert any("self_attn.q_proj and its siblings have unequal global scales" in line for line in failures)
-    assert any(line.startswith("prompt 0") and "nats apart" in line for line in failures)
+    assert any(line.startswith("2 prompts: mean KL") for line in failures)
     assert any(line.startswith("model.layers.0.self_attn.q_proj:") for line in failures)
     assert not any(line.startswith("model.layers.1") for line in failures)
 
@@ -188,13 +189,13 @@ def test_an_input_scale_that_is_not_the_references_is_found_in_its_layer(
     assert any("was changed after it was exported" in line for line in data.failures)
 
 
-def test_a_long_sequence_is_judged_by_the_references_own_noise(
+def test_a_long_sequence_holds_as_well(
     folders: dict[str, Path], references: dict[str, Reference], answers: dict[str, Scores]
 ) -> None:
     reference = references["llama_w4a4"]
     data = compared(folders["llama_w4a4"], reference.loaded, [LONG], reference.outputs, answers["long"])
     assert data.failures == []
-    assert data.prompts[0].floor_kl is not None
+    assert data.prompts[0].input_tokens == len(LONG)
 
 
 @pytest.mark.parametrize(("answer", "name"), [("bfloat16", "llama_w4a4"), ("moe bfloat16", "qwen3_moe_w4a4")])
@@ -202,7 +203,7 @@ def test_bfloat16_serves_close_to_the_fp32_reference(
     answer: str, name: str, references: dict[str, Reference], answers: dict[str, Scores]
 ) -> None:
     for prompt, tokens, log_probs in zip(PROMPTS, answers[answer].tokens, answers[answer].log_probs, strict=True):
-        expected = parity.reference(references[name].loaded.model, prompt, tokens, swap=False)
+        expected = parity.log_probs(references[name].loaded.model, prompt, tokens)
         distance = parity.compare_prompt(prompt, tokens, log_probs, expected).mean_kl
         assert distance is not None
         assert 1e-6 < distance < 0.05  # rounding to BF16 moves FP4 codes
@@ -222,7 +223,7 @@ def test_the_command_with_a_compiled_model(
 ) -> None:
     options = ["--python", str(vllm_python), "--out", str(tmp_path / "parity.json"), "--compile"]
     assert main(["measure", "parity", str(folders["llama_w4a4"]), *options]) == 0
-    assert "parity holds: log-probabilities at most" in capsys.readouterr().out
+    assert "parity holds: 4 of 4 prompts agree" in capsys.readouterr().out
     record = json.loads((tmp_path / "parity.json").read_text())
     assert record["engine"]["emulated"]
     assert record["engine"]["kernel_path"].startswith("CpuNvFp4LinearKernel")

@@ -24,8 +24,8 @@ from qad.parity import changed_files, plain_cache, unequal_scales
 LOG = "(EngineCore) INFO 01-01 00:00:00 [__init__.py:1240] Using CpuNvFp4LinearKernel for NVFP4 GEMM\n"
 
 
-def answer_of(one: Job, off: float = 0.0) -> Scores:
-    """What an engine would say that computes exactly what the reference does; `off` nats are added to a log-probability."""
+def answer_of(one: Job, wrong: bool = False) -> Scores:
+    """What an engine would say that computes exactly what the reference does, or takes each token for its neighbour."""
     loaded = transformers.load(Path(one.folder), one.dtype, "cpu")
     tokens, log_probs = [], []
     for prompt in one.prompts:
@@ -33,8 +33,7 @@ def answer_of(one: Job, off: float = 0.0) -> Scores:
         for _ in range(one.new_tokens):
             ids.append(int(parity._logits(loaded.model, ids)[-1].argmax()))
         values = parity._logits(loaded.model, ids[:-1]).double().log_softmax(-1).float()
-        values[0, 0] += off
-        log_probs.append(values)
+        log_probs.append(values.roll(1, -1) if wrong else values)
         tokens.append(torch.tensor(ids[len(prompt) :]))
     layers = parity.layer_inputs(loaded.model, one.prompts[0])[1]
     return Scores(tokens, log_probs, layers, "0.32.0", "2.13.0", "cpu", vllm_scores.kernel_lines(LOG), LOG)
@@ -53,10 +52,10 @@ def exported(exported_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """measure(folder, off) -> exit code and record of the command."""
+    """measure(folder, wrong) -> exit code and record of the command."""
 
-    def measured(folder: Path, off: float = 0.0) -> tuple[int, records.Record]:
-        monkeypatch.setattr(vllm_scores, "ask", lambda python, jobs, scratch: [answer_of(one, off) for one in jobs])
+    def measured(folder: Path, wrong: bool = False) -> tuple[int, records.Record]:
+        monkeypatch.setattr(vllm_scores, "ask", lambda python, jobs, scratch: [answer_of(one, wrong) for one in jobs])
         python = tmp_path / "python"
         python.touch(mode=0o755)
         out = tmp_path / "parity.json"
@@ -81,10 +80,11 @@ def test_it_holds_and_the_record_says_by_what_kernel(exported_dir: Path, measure
 
 
 def test_a_difference_is_exit_code_1_and_says_where(exported_dir: Path, measure: Any, capsys: Any) -> None:
-    code, record = measure(exported_dir, off=0.01)
+    code, record = measure(exported_dir, wrong=True)
     assert code == 1
-    assert len(record.data.failures) == 4
-    assert "parity: prompt 0 (" in capsys.readouterr().out
+    assert len(record.data.failures) == 1
+    assert all(one.floor_kl is not None for one in record.data.prompts)
+    assert "parity: 4 prompts: mean KL " in capsys.readouterr().out
 
 
 def test_an_unknown_engine_is_a_usage_error(exported_dir: Path, tmp_path: Path, capsys: Any) -> None:
