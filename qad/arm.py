@@ -261,8 +261,8 @@ def _warn_of_saturation(weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp
     saturated, blocks = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     if saturated > 0.01 * blocks:
         warnings.warn(
-            f"{', '.join(weights)}: {saturated} of {blocks} blocks exceed their frozen scales and saturate: the weights "
-            "moved too far from those the scales were found for",
+            f"{', '.join(weights)}: {saturated} of {blocks} blocks exceed their frozen scales and saturate: a "
+            "search cuts off fewer than 1 % on purpose; trained weights that moved too far lose more",
             stacklevel=3,
         )
 
