@@ -14,7 +14,7 @@ from small_client import TinyDriver
 from harness.records import read
 from harness.serving import drivers
 from harness.serving.measured import ServingData
-from harness.serving.mock_server import Script, at_once, mock_server, tokens
+from harness.serving.mock_server import Script, mock_server, tokens
 from harness.serving.statistics import summarize
 from qad.cli import main
 
@@ -35,7 +35,12 @@ def failing(body: dict[str, Any]) -> Any:
     yield 0.0, "[DONE]"
 
 
-@pytest.mark.parametrize(("script", "code"), [(at_once, 0), (failing, 1)])
+def answering(body: dict[str, Any]) -> Any:
+    """Slow enough that two requests are under way together on any machine."""
+    yield from tokens(body, delay_s=0.05, first_s=0.2)
+
+
+@pytest.mark.parametrize(("script", "code"), [(answering, 0), (failing, 1)])
 def test_a_running_server(
     script: Script, code: int, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,7 @@ def test_more_than_a_hundred_at_once_or_a_refusal(limit: int | None, tiny_driver
 
 def test_answers_that_are_too_short_are_counted(tiny_driver: Any, words: Any) -> None:
     def short(body: dict[str, Any]) -> Any:
-        return tokens(body, delay_s=0.02, first_s=0.02, share=0.6)
+        return tokens(body, delay_s=0.05, first_s=0.2, share=0.6)
 
     data = measure(Arms(short), Plan([2], [6], [10], 2, 4), tiny_driver, words)["bf16"]
     summary = summarize(data.cells[0])
