@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from harness.comparable import BASELINE
-from harness.comparison import BenchmarkRow, Contrast, Estimate
+from harness.comparison import BenchmarkRow, Contrast
+from harness.estimates import estimate
 from harness.intervals import Floats, Interval, Ints, paired_difference_interval
 from harness.paired_tests import holm, items_needed, no_difference, non_inferiority
 
@@ -63,7 +64,7 @@ def _measured(scores: PairedScores, arm: str, against: str, margin: float) -> Co
         benchmark=row.label,
         arm=arm,
         against=against,
-        difference=_difference(float(difference.mean()), dataclasses.replace(interval, low=low, high=high), row.n),
+        difference=estimate(float(difference.mean()), dataclasses.replace(interval, low=low, high=high), row.n),
         worse=int(np.count_nonzero(difference < 0)),
         better=int(np.count_nonzero(difference > 0)),
         p=p,
@@ -89,10 +90,6 @@ def _printed(row: BenchmarkRow, arm: str, against: str, margin: float) -> Contra
         half = float(np.hypot((a.high - a.low) / 2, (b.high - b.low) / 2))
         interval = Interval(value - half, value + half, row.clusters, "both scores' errors, unpaired")
     return Contrast(
-        benchmark=row.label, arm=arm, against=against, difference=_difference(value, interval, row.n), worse=0,
+        benchmark=row.label, arm=arm, against=against, difference=estimate(value, interval, row.n), worse=0,
         better=0, p=None, p_holm=None, test=NOT_TESTED, margin=margin, verdict="undecided", items_needed=None,
     )  # fmt: skip
-
-
-def _difference(value: float, interval: Interval, n: int) -> Estimate:
-    return Estimate(value, interval.low, interval.high, n, interval.clusters, interval.method, interval.note)

@@ -13,7 +13,8 @@ import numpy as np
 
 from harness.comparable import BASELINE
 from harness.comparison import Estimate, FidelityRow
-from harness.intervals import Floats, Interval, Ints, cluster_index, mean_interval
+from harness.estimates import estimate
+from harness.intervals import Floats, Ints, cluster_index, mean_interval
 from harness.records import Continuation, FidelityData, FidelitySequence, FidelityStratum, Record
 from harness.resampling import ratio_of_sums
 from qad.errors import DataError
@@ -91,7 +92,7 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
 
     def per_token(values: Floats, *, log: bool) -> Estimate:
         value = float(values.sum() / sums.tokens.sum())
-        return _estimate(value, ratio_of_sums(values, sums.tokens, cluster, log=log), n)
+        return estimate(value, ratio_of_sums(values, sums.tokens, cluster, log=log), n)
 
     return FidelityRow(
         kl=per_token(sums.kl, log=_positive(sums.kl, cluster)),
@@ -119,7 +120,7 @@ def _strata(strata: list[FidelityStratum] | None, cluster: Ints) -> dict[str, Es
         if there.any():
             groups = np.unique(cluster[there], return_inverse=True)[1].astype(np.int64)
             interval = ratio_of_sums(kl[there], tokens[there], groups, log=_positive(kl[there], groups))
-            found[stratum.name] = _estimate(float(kl.sum() / tokens.sum()), interval, int(there.sum()))
+            found[stratum.name] = estimate(float(kl.sum() / tokens.sum()), interval, int(there.sum()))
     return found
 
 
@@ -131,10 +132,10 @@ def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
     equal, diverged, written, gap = np.array(columns, dtype=np.float64).T
     n = len(entries)
     return {
-        "equal_tokens": _estimate(float(equal.mean()), mean_interval(equal, cluster), n),
-        "diverged": _estimate(float(diverged.mean()), mean_interval(diverged, cluster), n),
+        "equal_tokens": estimate(float(equal.mean()), mean_interval(equal, cluster), n),
+        "diverged": estimate(float(diverged.mean()), mean_interval(diverged, cluster), n),
         "written_ratio": _exp(
-            _estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)
+            estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)
         ),
     }
 
@@ -152,7 +153,7 @@ def _kl_ratio(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estima
         notes.append("KL of qad / KL of ptq is n/a: ptq does not differ from its teacher")
         return None
     log = _positive(top, cluster) and _positive(bottom, cluster)
-    return _estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=log), len(top))
+    return estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=log), len(top))
 
 
 def _gap_closed(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estimate | None:
@@ -175,16 +176,12 @@ def _gap_closed(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Esti
         return np.asarray(np.exp(mean) * (ptq.tokens + nll - mean * ptq.tokens), dtype=np.float64)
 
     top, bottom = linear(ptq.nll) - linear(qad.nll), linear(ptq.nll) - linear(ptq.nll_teacher)
-    return _estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=False), len(top))
+    return estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=False), len(top))
 
 
 def _positive(values: Floats, cluster: Ints) -> bool:
     """Every cluster's total is positive, so that the log of every resample exists."""
     return bool((np.bincount(cluster, weights=values) > 0).all())
-
-
-def _estimate(value: float, interval: Interval, n: int) -> Estimate:
-    return Estimate(value, interval.low, interval.high, n, interval.clusters, interval.method, interval.note)
 
 
 def _exp(mean: Estimate) -> Estimate:

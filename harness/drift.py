@@ -13,7 +13,8 @@ import numpy as np
 from harness.answers import ERROR, LENGTH, SERVER
 from harness.comparable import BASELINE, item_order, task_keys, task_scores
 from harness.comparison import Estimate, OutputRow
-from harness.intervals import Floats, Interval, Ints, cluster_index, mean_interval
+from harness.estimates import estimate
+from harness.intervals import Floats, Ints, cluster_index, mean_interval
 from harness.records import AccuracyData, Outputs, Record, TaskScore
 from harness.resampling import ratio_of_sums
 
@@ -101,14 +102,14 @@ def _share(outputs: Outputs, of: str, order: Sequence[int], cluster: Ints) -> Es
 def _mean(values: Floats, cluster: Ints) -> Estimate:
     if not len(values):
         return Estimate(float("nan"), None, None, 0, 0, "none", "every request failed")
-    return _estimate(float(values.mean()), mean_interval(values, _renumbered(cluster)), len(values))
+    return estimate(float(values.mean()), mean_interval(values, _renumbered(cluster)), len(values))
 
 
 def _ratio(top: Floats, bottom: Floats, cluster: Ints) -> Estimate | None:
     if not bottom.sum() > 0:
         return None
     interval = ratio_of_sums(top, bottom, _renumbered(cluster), log=False)
-    return _estimate(float(top.sum() / bottom.sum()), interval, len(top))
+    return estimate(float(top.sum() / bottom.sum()), interval, len(top))
 
 
 def _inverse(estimate: Estimate | None) -> Estimate | None:
@@ -124,7 +125,3 @@ def _inverse(estimate: Estimate | None) -> Estimate | None:
 def _renumbered(cluster: Ints) -> Ints:
     """Clusters 0..G-1 of what is left."""
     return np.unique(cluster, return_inverse=True)[1].astype(np.int64)
-
-
-def _estimate(value: float, interval: Interval, n: int) -> Estimate:
-    return Estimate(value, interval.low, interval.high, n, interval.clusters, interval.method, interval.note)

@@ -8,6 +8,7 @@ import numpy as np
 
 from harness.comparable import BASELINE
 from harness.comparison import Estimate
+from harness.estimates import estimate
 from harness.intervals import log_ratio_t, mean_interval
 from harness.records import Record, ThroughputData, ThroughputPoint
 
@@ -77,7 +78,7 @@ def _ratio(top: list[float], bottom: list[float]) -> Estimate | None:
         return None
     value = math.exp(sum(math.log(t / b) for t, b in zip(top[:n], bottom[:n], strict=True)) / n)
     interval = log_ratio_t(top[:n], bottom[:n])
-    return Estimate(value, interval.low, interval.high, n, interval.clusters, interval.method, interval.note)
+    return estimate(value, interval, n)
 
 
 def emulated(arms: dict[str, Record]) -> list[str]:

@@ -109,7 +109,7 @@ def test_reports_import_records_and_comparison_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "harness", "harness.comparison", "harness.fidelity_data", "harness.records", "harness.serving",
+        "harness", "harness.comparison", "harness.fidelity_data", "harness.parity_data", "harness.records", "harness.serving",
         "harness.serving.measured", "harness.serving.pareto", "harness.serving.statistics", "harness.verdict",
     ]  # fmt: skip
 
