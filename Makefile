@@ -43,7 +43,7 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
 	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi
-	$(BIN)/python tests/bench/export_against_modelopt.py $(MODEL)
+	$(BIN)/python tests/bench/export_against_modelopt.py $(MODEL) --synthetic 2
 
 # Bits, bandwidth and a distillation on a GPU; on a machine without one the same in small. Exit 1 where a bit differs.
 gpu-check: setup

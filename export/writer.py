@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -105,15 +106,22 @@ def _weights(arm: Arm, files: WholeFiles, shards: dict[str, list[Unit]]) -> None
 
 
 def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
-    for unit in shard:
-        made = unit.make()
-        for name in list(made):
-            tensor = made.pop(name)
-            index = first_not_finite(tensor) if tensor.dtype == torch.bfloat16 else None
-            if index is not None:
-                raise SourceError(f"{name} holds {tensor[index].item()} at index {list(index)}: nothing was exported")
-            yield name, tensor
-            del tensor  # a group is gone before the next one is read
+    """The tensors of a shard in order. While one unit is checked and written, the next one is made."""
+    with ThreadPoolExecutor(1) as maker:
+        ahead = maker.submit(shard[0].make)
+        for following in (*shard[1:], None):
+            made = ahead.result()
+            if following is not None:
+                ahead = maker.submit(following.make)
+            for name in list(made):
+                tensor = made.pop(name)
+                index = first_not_finite(tensor) if tensor.dtype == torch.bfloat16 else None
+                if index is not None:
+                    raise SourceError(
+                        f"{name} holds {tensor[index].item()} at index {list(index)}: nothing was exported"
+                    )
+                yield name, tensor
+                del tensor  # a group is gone before the next but one is read
 
 
 def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Layout) -> None:

@@ -23,6 +23,7 @@ from qad.fusion import experts_of
 from qad.kv_cache import CALIBRATES, OFF, KVObserver, attentions, kv_scales
 from qad.packing import Windows
 from qad.selection import Selection
+from qad.widened import widened_linears
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,7 @@ def calibrate(
         observer = stack.enter_context(AmaxObserver(model, modules))
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
         forward = stack.enter_context(_forward(model, modules))
+        stack.enter_context(widened_linears(device.type))
         tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
         for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
             observer.counted_BT = None if counted.all() else counted.to(device)

@@ -17,6 +17,7 @@ import torch
 from qad.errors import SourceError
 from qad.experts import split_experts
 from qad.source import Checkpoint
+from qad.widened import multiplies_bfloat16
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,11 +40,7 @@ def resolve_dtype(dtype: str, device: str) -> str:
     """`auto` -> bfloat16 where the hardware multiplies BF16 natively, else float32 (seven times faster on AVX2)."""
     if dtype != "auto":
         return dtype
-    if device.startswith("cuda"):
-        return "bfloat16"
-    cpu: Any = torch.cpu
-    native = [getattr(cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile")]
-    return "bfloat16" if any(native) else "float32"
+    return "bfloat16" if multiplies_bfloat16(device) else "float32"
 
 
 def default_device() -> str:

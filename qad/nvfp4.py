@@ -92,23 +92,25 @@ def _round_to_step(magnitude: Tensor, step: Tensor | float) -> Tensor:
     Beside 2**23 steps a float has no bits left below one step: the addition rounds, the subtraction is exact.
     """
     anchor = step * 2.0**23
-    return (magnitude + anchor) - anchor
+    return (magnitude + anchor).sub_(anchor)
 
 
 def _e2m1_pieces(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How far FP32 magnitudes reach into each piece of E2M1, rounded to its steps: .5 up to 2, 1 up to 4, 2 up to 6.
 
     Their sum is the nearest E2M1 magnitude, ties to even, saturated at 6; the differences are exact. Minima and sums
-    only, because an eager torch.where takes ten times as long on a CPU.
+    only, because an eager torch.where takes ten times as long on a CPU, and in place, because new memory takes half of it.
     """
     low, middle, high = (magnitude.clamp(max=end) for end in (2.0, 4.0, E2M1_MAX))
-    return _round_to_step(low, 0.5), _round_to_step(middle - low, 1.0), _round_to_step(high - middle, 2.0)
+    high -= middle
+    middle -= low
+    return _round_to_step(low, 0.5), _round_to_step(middle, 1.0), _round_to_step(high, 2.0)
 
 
 def _round_to_e2m1(magnitude: Tensor) -> Tensor:
     """FP32 magnitudes -> the nearest E2M1 magnitude."""
     low, middle, high = _e2m1_pieces(magnitude)
-    return low + middle + high
+    return low.add_(middle).add_(high)
 
 
 def round_to_e4m3(value: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
 
 def weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
     """|w| in units of the ROUNDED scale, saturated and rounded to E2M1."""
-    return _round_to_e2m1(weight_B16.abs() / decode_scale)
+    return _round_to_e2m1(weight_B16.abs().div_(decode_scale))
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -174,9 +176,9 @@ def weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
 
 def _encode(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
     """FP32 weights -> 4-bit codes, uint8 [blocks, 16]. Computed in FP32, which every CPU does eight at a time."""
-    low, middle, high = _e2m1_pieces(weight_B16.abs() / decode_scale_B1)
-    index = low * 2 + middle + high * 0.5
-    return (index - torch.sign(weight_B16).clamp(max=0) * 8).to(torch.uint8)
+    low, middle, high = _e2m1_pieces(weight_B16.abs().div_(decode_scale_B1))
+    index = low.mul_(2).add_(middle).add_(high, alpha=0.5)
+    return index.sub_(torch.sign(weight_B16).clamp_(max=0), alpha=8).to(torch.uint8)
 
 
 def _round_trip(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:

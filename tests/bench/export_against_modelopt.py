@@ -6,13 +6,16 @@ Each side runs in a process of its own; imports are done before the clock starts
 packed bytes of the two folders must be equal. Ours also looks for NaN and Inf, hashes what it reads and writes, and is on disk
 when the clock stops; ModelOpt's does none of these.
 
-    python tests/bench/export_against_modelopt.py models/SmolLM2-135M-Instruct
+A small model is mostly loaded, not quantized: `--synthetic GB` measures a random Llama of that size as well.
+
+    python tests/bench/export_against_modelopt.py models/SmolLM2-135M-Instruct --synthetic 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,21 @@ from safetensors import safe_open
 
 CONFIGS = {"W4A16_NVFP4": "W4A16_NVFP4_CFG", "NVFP4": "NVFP4_DEFAULT_CFG"}
 WINDOWS, SEQ_LEN = 2, 64
+
+
+def random_llama(folder: Path, gigabytes: float, tokenizer: Path) -> Path:
+    """A BF16 folder: layers of 0.11 GB each, as many as it takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=7168, num_attention_heads=16, num_key_value_heads=8, vocab_size=8192,
+        num_hidden_layers=max(1, round(gigabytes / 0.113)), tie_word_embeddings=True, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    return folder
 
 
 def tokens() -> torch.Tensor:
@@ -101,6 +119,7 @@ def packed_modules(ours: Path, theirs: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--synthetic", type=float, metavar="GB", help="measure a random Llama of this size as well")
     parser.add_argument("--formats", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     for hidden in ("--side", "--format", "--root"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -110,16 +129,25 @@ def main() -> None:
         print(json.dumps({"ours": ours, "modelopt": modelopt}[args.side](args.model, args.format, Path(args.root))))
         return
     for format in args.formats:
+        compare(args.model, format)
+    if args.synthetic:
         with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            taken = {side: in_its_own_process(side, args.model, format, root) for side in ("modelopt", "ours")}
-            packed = packed_modules(root / "ours", root / "modelopt")
-        (our_time, our_peak, our_start), (their_time, their_peak, their_start) = taken["ours"], taken["modelopt"]
-        print(f"export of {args.model.name}, {format}, {packed} packed modules, equal codes")
-        print(f"  ours {our_time:.1f} s, ModelOpt {their_time:.1f} s: {their_time / our_time:.1f} times as fast")
-        own, their_own = our_peak - our_start, their_peak - their_start
-        print(f"  memory above imports: ours {own / 1e9:.2f} GB, ModelOpt {their_own / 1e9:.2f} GB: {own / their_own:.2f} of "
-              f"its (in all {our_peak / 1e9:.2f} and {their_peak / 1e9:.2f} GB)")  # fmt: skip
+            model = random_llama(Path(folder) / f"random-llama-{args.synthetic:g}-gb", args.synthetic, args.model)
+            for format in args.formats:
+                compare(model, format)
+
+
+def compare(model: Path, format: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        taken = {side: in_its_own_process(side, model, format, root) for side in ("modelopt", "ours")}
+        packed = packed_modules(root / "ours", root / "modelopt")
+    (our_time, our_peak, our_start), (their_time, their_peak, their_start) = taken["ours"], taken["modelopt"]
+    print(f"export of {model.name}, {format}, {packed} packed modules, equal codes")
+    print(f"  ours {our_time:.1f} s, ModelOpt {their_time:.1f} s: {their_time / our_time:.1f} times as fast")
+    own, their_own = our_peak - our_start, their_peak - their_start
+    print(f"  memory above imports: ours {own / 1e9:.2f} GB, ModelOpt {their_own / 1e9:.2f} GB: {own / their_own:.2f} of its "
+          f"(in all {our_peak / 1e9:.2f} and {their_peak / 1e9:.2f} GB)", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
