@@ -71,19 +71,29 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     return model.to(device).requires_grad_(False).eval()
 
 
-def load_skeleton(source: Checkpoint) -> Any:
-    """The model's modules on the meta device: names and shapes, no weights, no time."""
+def load_skeleton(source: Checkpoint, with_buffers: bool = False) -> Any:
+    """The model's modules on the meta device: names and shapes, no weights, no time. with_buffers: but what is no weight and is
+    computed, such as rotary frequencies, on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
-        with torch.device("meta"):
+        with _weightless() if with_buffers else torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted)
     except (ValueError, KeyError, OSError) as error:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
     split_experts(model)
     return model
+
+
+@contextmanager
+def _weightless() -> Iterator[None]:
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        yield
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -35,6 +35,7 @@ from qad.selection import Selection, describe, select
 from qad.source import Checkpoint, open_checkpoint
 from qad.sources import Need, Reader, require_readable
 from qad.state import discard_state
+from qad.streamed import streamed_model
 from qad.student import Student
 from qad.teacher_cache import TeacherCache, write_teacher_cache
 from qad.text import Part, require_disjoint
@@ -202,10 +203,12 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         require_finite(job.source)
         found = Calibration({}, {}, ())
         if job.selection.quantizes_activations or policy in CALIBRATES:
-            model = load_model(job.source, job.dtype, job.device)
+            model = _calibrated_model(job)
             headroom = job.recipe.calibrate.headroom
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
-                found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
+                found = calibrate(
+                    model, job.selection, windows, headroom, bar.update, kv_cache=policy, device=job.device
+                )
         facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
@@ -215,6 +218,12 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
                   tokens={"calibration": windows.tokens}, text={"calibration": windows.facts()}, **facts)  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
+
+
+def _calibrated_model(job: Job) -> Any:
+    """On a CPU one module's weights at a time, where that can be; elsewhere every pass would copy them to the device again."""
+    streamed = streamed_model(job.source, job.dtype) if job.device == "cpu" else None
+    return streamed or load_model(job.source, job.dtype, job.device)
 
 
 def _frozen_scales(job: Job) -> dict[str, FrozenScales]:

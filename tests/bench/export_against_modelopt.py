@@ -58,11 +58,12 @@ def ours(model: Path, format: str, root: Path) -> tuple[float, float, float]:
     from qad.arm import write_arm
     from qad.artifact import run_stage
     from qad.calibrate import Calibration, calibrate
-    from qad.loader import load_model, load_skeleton
+    from qad.loader import load_skeleton
     from qad.packing import Windows
     from qad.selection import select
     from qad.source import open_checkpoint
     from qad.stages import require_finite
+    from qad.streamed import streamed_model
 
     imported, started = peak(), time.perf_counter()
     source = open_checkpoint(model)
@@ -71,7 +72,7 @@ def ours(model: Path, format: str, root: Path) -> tuple[float, float, float]:
     found = Calibration({}, {}, ())
     if selection.quantizes_activations:
         windows = Windows.of(tokens(), torch.arange(SEQ_LEN).expand(WINDOWS, SEQ_LEN).contiguous())
-        found = calibrate(load_model(source, "bfloat16", "cpu"), selection, windows)
+        found = calibrate(streamed_model(source, "bfloat16"), selection, windows)
     run_stage("arm", root / "arm", {}, {}, lambda f: write_arm(f, "ptq", source, selection, found.input_scales))
     export_arm(root / "arm", root / "ours")
     taken, highest = time.perf_counter() - started, peak()

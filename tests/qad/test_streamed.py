@@ -1,0 +1,84 @@
+"""Models that hold no weights but those of the module that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qad import streamed
+from qad.loader import load_model, load_skeleton
+from qad.source import open_checkpoint
+from qad.streamed import streamed_model
+
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits.contiguous().view(torch.uint8)  # type: ignore[no-any-return]
+
+
+def require_equal(folder: Path, dtype: str) -> None:
+    source = open_checkpoint(folder)
+    model: Any = streamed_model(source, dtype)
+    assert model is not None
+    assert torch.equal(logits(model), logits(load_model(source, dtype, "cpu")))
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_streamed_model_computes_the_bits_of_the_loaded_one(tiny_llama_dir: Path, dtype: str) -> None:
+    require_equal(tiny_llama_dir, dtype)
+
+
+def test_one_with_a_head_of_its_own_does_too(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    require_equal(make_llama(tmp_path / "untied", tie_word_embeddings=False), "float32")
+
+
+def test_experts_are_read_one_by_one(moe_dir: Path) -> None:
+    require_equal(moe_dir, "float32")
+
+
+def test_weights_are_read_only_while_their_module_runs(tiny_llama_dir: Path) -> None:
+    model: Any = streamed_model(open_checkpoint(tiny_llama_dir), "float32")
+    held: list[int] = []
+
+    def count(module: nn.Module, args: Any) -> None:
+        held.append(sum(not parameter.isnan().any() for parameter in model.parameters()))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(count)
+    logits(model)
+    assert set(held) == {1}
+
+
+def test_a_parameter_that_is_stored_under_another_name_cannot_be_streamed(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renamed(source: Any, with_buffers: bool = False) -> Any:
+        model = load_skeleton(source, with_buffers)
+        model.model.layers[0].mlp.renamed = model.model.layers[0].mlp.up_proj
+        del model.model.layers[0].mlp.up_proj
+        return model
+
+    monkeypatch.setattr(streamed, "load_skeleton", renamed)
+    assert streamed_model(open_checkpoint(tiny_llama_dir), "float32") is None
+
+
+def test_a_module_that_computes_with_anothers_weights_cannot_be_streamed(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reaching(source: Any, with_buffers: bool = False) -> Any:
+        model = load_skeleton(source, with_buffers)
+        mlp = model.model.layers[0].mlp
+        mlp.forward = lambda x: x @ mlp.up_proj.weight.T @ mlp.down_proj.weight.T
+        return model
+
+    monkeypatch.setattr(streamed, "load_skeleton", reaching)
+    assert streamed_model(open_checkpoint(tiny_llama_dir), "float32") is None
