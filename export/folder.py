@@ -37,6 +37,7 @@ from qad.fp8 import Fp8Tensor
 from qad.kv_cache import CAST
 from qad.nvfp4 import QuantizedTensor
 from qad.selection import never_quantized
+from qad.untrusted import mapping, names
 
 FLOATING = ("BF16", "F16", "F32")
 _METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
@@ -372,16 +373,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """The value itself where it is an object, else an empty one: metadata is not trusted."""
-    return value if isinstance(value, dict) else {}
-
-
-def names(value: object) -> list[str]:
-    """The strings of a list; empty for anything else."""
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _group_format(group: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from export.check import check
 from export.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
 from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order
 from export.findings import Finding
-from export.folder import Folder, mapping, open_folder, read_json
+from export.folder import Folder, open_folder, read_json
 from export.layout import LAYOUTS, Layout
 from export.rules.against_arm import modules_of_arm
 from export.safetensors_writer import write_file
@@ -32,6 +32,7 @@ from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
 from qad.kv_cache import CAST
+from qad.untrusted import mapping
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from harness.foreign import imported_record
 from harness.records import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
 from qad.errors import DataError
+from qad.untrusted import is_number
 
 _PROTOCOL = ("gen_kwargs", "limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _TEMPLATE = ("chat_template_sha", "fewshot_as_multiturn", "system_instruction_sha")
@@ -90,7 +90,7 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         metric = next(
-            m for m in rows[0]["metrics"] if _is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
+            m for m in rows[0]["metrics"] if is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
         )  # fmt: skip
         filters = dict.fromkeys(row["filter"] for row in rows)
         facts = _task_facts(raw, task)
@@ -130,17 +130,13 @@ def _printed(raw: dict[str, Any], task: str) -> list[PublishedScore]:
     found: dict[str, PublishedScore] = {}
     for key, value in raw["results"][task].items():
         metric, _, name = key.partition(",")
-        if not name or metric.endswith("_stderr") or not _is_number(value) or name in found:
+        if not name or metric.endswith("_stderr") or not is_number(value) or name in found:
             continue
         error = raw["results"][task].get(f"{metric}_stderr,{name}")
         count = raw.get("n-samples", {}).get(task, {}).get("effective")
         found[name] = PublishedScore(
             task=task, metric=metric, value=float(value), maximum=1.0, higher_is_better=_higher(raw, task, metric),
-            chance=None, items=count, repeats=None, stderr=float(error) if _is_number(error) else None,
+            chance=None, items=count, repeats=None, stderr=float(error) if is_number(error) else None,
             filter=name, settings=facts,
         )  # fmt: skip
     return list(found.values())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,6 +15,7 @@ import numpy as np
 from harness.comparable import paired, task_keys, task_scores
 from harness.comparison import Band, Estimate, NoiseFloor
 from harness.distance import compare_fidelity
+from harness.estimates import estimate
 from harness.intervals import LEVEL, Floats, Ints, cluster_totals, mean_interval
 from harness.records import AccuracyData, FidelityData, Record
 from harness.resampling import RESAMPLES, SEED
@@ -83,9 +84,7 @@ def _accuracy(pair: dict[str, Record]) -> tuple[Band | None, dict[str, Band], Es
         return None, bands, None
     changed, cluster = np.concatenate(moved), np.concatenate(groups)
     found = mean_interval(changed, cluster)
-    share = Estimate(
-        float(changed.mean()), found.low, found.high, len(changed), found.clusters, found.method, found.note
-    )
+    share = estimate(float(changed.mean()), found, len(changed))
     return _band(np.median(np.stack(draws), axis=0)), bands, share
 
 

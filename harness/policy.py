@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-import yaml
 
-from qad.errors import UsageError
+from harness.shipped import Strict, read_shipped, shipped_names
 
 SHIPPED = Path(__file__).parent / "policies"
 DEFAULT = "drop-1pct"
@@ -29,26 +28,22 @@ DEFAULT = "drop-1pct"
 Share = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class AtLeast(_Strict):
+class AtLeast(Strict):
     at_least: Share
 
 
-class AtMost(_Strict):
+class AtMost(Strict):
     at_most: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
-class SpeedUp(_Strict):
+class SpeedUp(Strict):
     """phase: prefill or decode, with its shape where one phase was measured at several."""
 
     at_least: Share
     phase: str = "decode"
 
 
-class Policy(_Strict):
+class Policy(Strict):
     name: str
     about: str = ""
     median_recovery: AtLeast | None = None
@@ -76,25 +71,10 @@ THRESHOLDS = ("median_recovery", "worst_benchmark", "kl", "top1", "memory_ratio"
 
 def shipped_policies() -> list[str]:
     """Names that `load_policy` takes without a file."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return shipped_names(SHIPPED)
 
 
 def load_policy(name: str) -> Policy:
     """A YAML file, or a shipped policy by name. Raises UsageError, in one line, for anything else."""
-    path = Path(name)
-    if not path.is_file():
-        if name not in shipped_policies():
-            raise UsageError(
-                f"policy {name!r} is neither a file nor shipped: shipped policies are {', '.join(shipped_policies())}"
-            )
-        path = SHIPPED / f"{name}.yaml"
-    try:
-        return Policy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"policy {path} is not YAML: {str(error).splitlines()[0]}") from error
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the policy"
-        raise UsageError(
-            f"policy {path}: {where}: {first['msg']}; thresholds are {', '.join(THRESHOLDS)}, each at_least or at_most"
-        ) from error
+    hint = f"; thresholds are {', '.join(THRESHOLDS)}, each at_least or at_most"
+    return read_shipped(Policy, name, SHIPPED, "policy", "policies", hint)[0]

@@ -7,7 +7,6 @@ a mean in silence. How the intervals are made, and what they cover: harness.inte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +25,7 @@ from harness.comparison import BenchmarkRow, Comparison, Estimate
 from harness.contrasts import MARGIN, PairedScores, contrasts
 from harness.distance import compare_fidelity
 from harness.drift import failed_requests, output_rows
+from harness.estimates import estimate
 from harness.intervals import Floats, Interval, Ints, mean_interval, paired_ratio_interval
 from harness.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from harness.noise import noise_floors
@@ -76,14 +76,6 @@ def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
         serving_ratio=compare_serving(kinds.get("serving", {}), notes),
         noise_floor=noise_floors(records, controls, notes),
     )
-
-
-def estimate(value: float, interval: Interval, n: int) -> Estimate:
-    """An interval and its value. Limits that are not finite are no limits."""
-    low, high = interval.low, interval.high
-    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        low = high = None
-    return Estimate(value, low, high, n, interval.clusters, interval.method, interval.note)
 
 
 # --- benchmarks ----------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def open_server(
     found = _served(root, model)
     length = max_length or found.get("max_model_len")
     if not isinstance(length, int):
-        raise UsageError(f"{root} does not tell its context length: give --max-length")
+        raise UsageError(f"{root} does not tell its context length: give --max-model-len")
     kind = _ChatServer if chat else _Server
     path = "chat/completions" if chat else "completions"
     backend = kind(

@@ -9,8 +9,9 @@ import numpy as np
 from harness.comparable import BASELINE
 from harness.comparison import Estimate
 from harness.estimates import estimate
-from harness.intervals import log_ratio_t, mean_interval
+from harness.intervals import mean_interval
 from harness.records import Record, ThroughputData, ThroughputPoint
+from harness.repeats import beside_baseline, differing_settings, mean_ratio
 
 Shape = tuple[str, int, int, int]  # phase, batch, input tokens, output tokens
 
@@ -20,27 +21,14 @@ def compare_throughput(arms: dict[str, Record], notes: list[str]) -> dict[str, d
 
     Settings or devices that differ are no error here, speed is measured elsewhere all the time: no ratio, and a note.
     """
-    if arms and BASELINE not in arms:
-        notes.append(f"throughput: {BASELINE} was not measured, so there are no ratios")
-        return {}
-    ratios = {}
-    for arm, record in arms.items():
-        if arm == BASELINE:
-            continue
-        reason = _obstacle(arms[BASELINE], record)
-        if reason:
-            notes.append(f"throughput of {arm} has no ratio to {BASELINE}: {reason}")
-            continue
-        ratios[arm] = _ratios(arm, _points(arms[BASELINE]), _points(record), notes)
-    return ratios
+    compared = beside_baseline("throughput", "throughput", arms, _obstacle, notes)
+    return {arm: _ratios(arm, _points(base), _points(own), notes) for arm, base, own in compared}
 
 
 def _obstacle(base: Record, record: Record) -> str:
     if base.engine.device != record.engine.device:
         return f"measured on {record.engine.device}, {BASELINE} on {base.engine.device}"
-    differing = sorted(
-        key for key in {**base.settings, **record.settings} if base.settings.get(key) != record.settings.get(key)
-    )
+    differing = differing_settings(base, record)
     return f"settings differ in {', '.join(differing)}" if differing else ""
 
 
@@ -72,13 +60,10 @@ def shape_name(phase: str, batch: int, input_tokens: int, output_tokens: int) ->
 
 
 def _ratio(top: list[float], bottom: list[float]) -> Estimate | None:
-    """Geometric mean of the paired ratios. The interval is Student's t on their logs."""
-    n = min(len(top), len(bottom))
-    if n == 0 or not all(math.isfinite(v) and v > 0 for v in [*top, *bottom]):
+    """None where a repeat is missing or not positive."""
+    if not all(math.isfinite(v) and v > 0 for v in [*top, *bottom]):
         return None
-    value = math.exp(sum(math.log(t / b) for t, b in zip(top[:n], bottom[:n], strict=True)) / n)
-    interval = log_ratio_t(top[:n], bottom[:n])
-    return estimate(value, interval, n)
+    return mean_ratio(list(zip(top, bottom, strict=False)))
 
 
 def emulated(arms: dict[str, Record]) -> list[str]:
@@ -103,5 +88,5 @@ def failure_shares(arms: dict[str, Record], answered: dict[str, tuple[int, int]]
         if sent > 0:
             outcome = np.repeat([1.0, 0.0], [failed, sent - failed])
             found = mean_interval(outcome, np.arange(sent))
-            shares[arm] = Estimate(failed / sent, found.low, found.high, sent, sent, found.method, found.note)
+            shares[arm] = estimate(failed / sent, found, sent)
     return shares

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
-import yaml
 
-from qad.errors import DataError, UsageError
+from harness.shipped import Strict, first_fault, read_shipped, shipped_names
+from qad.errors import DataError
 
 SHIPPED = Path(__file__).parent / "suites"
 
@@ -35,11 +35,7 @@ Unsigned = Annotated[int, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(gt=0, le=1)]
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Generation(_Strict):
+class Generation(Strict):
     """What overrides the task's own generation settings; None leaves the task's. until: stop strings."""
 
     temperature: Annotated[float, pydantic.Field(ge=0)] | None = None
@@ -58,7 +54,7 @@ class Generation(_Strict):
         return found
 
 
-class SuiteTask(_Strict):
+class SuiteTask(Strict):
     """One task of a suite; fields as above. limit: only so many items, for smoke runs."""
 
     task: str
@@ -72,7 +68,7 @@ class SuiteTask(_Strict):
     needs: str = ""
 
 
-class Suite(_Strict):
+class Suite(Strict):
     name: str
     about: str = ""
     chat_template: bool = False
@@ -115,12 +111,12 @@ def of_tasks(
             name="tasks", tasks=[SuiteTask(task=t, limit=limit, n_shot=n_shot) for t in tasks], think_end=think_end
         )
     except pydantic.ValidationError as error:
-        raise DataError(f"tasks {', '.join(tasks)}: {_reason(error)}") from error
+        raise DataError(f"tasks {', '.join(tasks)}: {first_fault(error, 'the list')}") from error
 
 
 def shipped_suites() -> list[str]:
     """Names that `load_suite` takes without a file."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return shipped_names(SHIPPED)
 
 
 def load_suite(name: str) -> tuple[Suite, Path]:
@@ -128,24 +124,5 @@ def load_suite(name: str) -> tuple[Suite, Path]:
 
     Raises UsageError, in one line, for anything else.
     """
-    path = Path(name)
-    if not path.is_file():
-        if name not in shipped_suites():
-            raise UsageError(
-                f"suite {name!r} is neither a file nor shipped: shipped suites are {', '.join(shipped_suites())}"
-            )
-        path = SHIPPED / f"{name}.yaml"
-    try:
-        suite = Suite.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"suite {path} is not YAML: {str(error).splitlines()[0]}") from error
-    except pydantic.ValidationError as error:
-        raise UsageError(f"suite {path}: {_reason(error)}") from error
+    suite, path = read_shipped(Suite, name, SHIPPED, "suite", "suites", "; its keys are described in harness/suite.py")
     return suite, path.parent / "tasks"
-
-
-def _reason(error: pydantic.ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message

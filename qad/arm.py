@@ -303,10 +303,20 @@ def write_arm(
         save_file(contiguous, folder / "weights.safetensors", metadata={"format": "pt"})
 
 
+def source_folder(folder: Path) -> Path:
+    """Where the source of a finished arm lies; it is not opened. Raises ArtifactError where the folder is no finished arm."""
+    return Path(_facts(folder)["source"]["path"])
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    open_artifact(folder, KIND)
+    facts: dict[str, Any] = json.loads((folder / "arm.json").read_text(encoding="utf-8"))
+    return facts
+
+
 def open_arm(folder: Path) -> Arm:
     """Raises ArtifactError where the folder is no finished arm, its source has changed since, or it lacks frozen scales."""
-    open_artifact(folder, KIND)
-    facts = json.loads((folder / "arm.json").read_text(encoding="utf-8"))
+    facts = _facts(folder)
     source = open_checkpoint(facts["source"]["path"])
     if source.digest != facts["source"]["digest"]:
         raise ArtifactError(f"{source.folder} has changed since {folder} was made from it: make the arm again")

@@ -17,10 +17,12 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -83,23 +85,36 @@ def stage_key(kind: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -
 def open_artifact(path: Path, kind: str | None = None) -> Artifact:
     """Open a finished folder. Raises ArtifactError where it is missing, unfinished, of another kind, or where a file
     is gone or has another size than its manifest says."""
+    artifact = _read(path, kind or "artifact")
+    if kind is not None and artifact.kind != kind:
+        raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
+    _require_files(artifact)
+    return artifact
+
+
+def _read(path: Path, what: str) -> Artifact:
+    """By its manifest alone."""
     manifest_path = path / MANIFEST
     if not manifest_path.is_file():
         unfinished = path.parent.joinpath(f"{path.name}.partial").exists()
         hint = "an unfinished one lies beside it; run the same command again" if unfinished else "check the path"
-        raise ArtifactError(f"{path} is not a finished {kind or 'artifact'} (no {MANIFEST}): {hint}")
+        raise ArtifactError(f"{path} is not a finished {what} (no {MANIFEST}): {hint}")
     try:
-        artifact = Artifact(path, json.loads(manifest_path.read_text(encoding="utf-8")))
-        files = artifact.manifest["files"]
-    except (ValueError, KeyError) as error:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        for key in ("kind", "key", "config", "inputs", "files", "digest"):
+            manifest[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{manifest_path} cannot be read ({error}): remove {path} and run again") from error
-    if kind is not None and artifact.kind != kind:
-        raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
-    for name, facts in files.items():
-        file = path / name
+    return Artifact(path, manifest)
+
+
+def _require_files(artifact: Artifact) -> None:
+    for name, facts in artifact.manifest["files"].items():
+        file = artifact.path / name
         if name not in _NO_IDENTITY and (not file.is_file() or file.stat().st_size != facts["bytes"]):
-            raise ArtifactError(f"{file} was removed or changed after it was written: remove {path} and run again")
-    return artifact
+            raise ArtifactError(
+                f"{file} was removed or changed after it was written: remove {artifact.path} and run again"
+            )
 
 
 def replace_card(folder: Path, text: str) -> None:
@@ -111,6 +126,32 @@ def replace_card(folder: Path, text: str) -> None:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["files"]["README.md"] = {"bytes": card.stat().st_size, "sha256": sha256_file(card)}
     write_whole_json(folder / MANIFEST, manifest)
+
+
+def require_place(out: Path, kind: str, known: Mapping[str, Any] = MappingProxyType({}), replace: bool = False) -> None:
+    """What `run_stage` would refuse at its end, asked before anything is computed.
+
+    known: what is known already of the stage's config. replace: as for `run_stage`. Raises ArtifactError where OUT is a file, a
+    folder of something else, or a finished stage of another kind or of other settings; StorageError where nothing can be
+    written there. Nothing is left behind.
+    """
+    found = _finished(out, kind, replace)
+    if found is None or replace:
+        require_writable(out)
+    elif any(canonical(found.config.get(key)) != canonical(value) for key, value in known.items()):
+        raise _other_settings(found)
+
+
+def require_writable(out: Path) -> None:
+    """Raises StorageError where `out` cannot be made, its missing parents included. Nothing is left behind."""
+    try:
+        place = next(place for place in out.absolute().parents if place.exists())
+        if not place.is_dir():
+            raise StorageError(f"{out} cannot be written: {place} is a file; choose another --out")
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written ({error.strerror or error}): choose another --out") from error
 
 
 def run_stage(
@@ -131,12 +172,13 @@ def run_stage(
     that and for a non-empty OUT without manifest, StorageError when writing fails.
     """
     key = stage_key(kind, config, inputs)
-    if (out / MANIFEST).is_file():
-        found = _reusable(out, kind, key, replace)
-        if found:
-            return found
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ArtifactError(f"{out} exists and was not written by this tool: choose another --out or empty it")
+    found = _finished(out, kind, replace)
+    if found and found.key == key:
+        if found.manifest["producer"].get("commit") != provenance.producer()["commit"]:
+            warnings.warn(f"{out} was made by another commit of this tool; reused, its inputs are equal", stacklevel=2)
+        return found
+    if found and not replace:
+        raise _other_settings(found)
     partial = out.with_name(out.name + ".partial")
     started = time.monotonic()
     try:
@@ -157,22 +199,32 @@ def run_stage(
     return Artifact(out, manifest)
 
 
-def _reusable(out: Path, kind: str, key: str, replace: bool) -> Artifact | None:
+def _finished(out: Path, kind: str, replace: bool) -> Artifact | None:
+    """The finished stage of this kind that OUT is; None where it is free, or damaged and to be replaced. Raises ArtifactError
+    for anything else."""
+    if out.name in ("", ".."):
+        raise ArtifactError(f"{out} has no name of its own to be written under: choose another --out")
+    if not (out / MANIFEST).is_file():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            remedy = "choose another --out or empty it" if out.is_dir() else "choose another --out"
+            raise ArtifactError(f"{out} exists and was not written by this tool: {remedy}")
+        return None
     try:
-        found = open_artifact(out)
+        found = _read(out, kind)
+        if found.kind == kind:
+            _require_files(found)
+            return found
     except ArtifactError:
         if replace:
             return None
         raise
-    if found.key == key:
-        if found.manifest["producer"].get("commit") != provenance.producer()["commit"]:
-            warnings.warn(f"{out} was made by another commit of this tool; reused, its inputs are equal", stacklevel=3)
-        return found
-    if not replace:
-        raise ArtifactError(
-            f"{out} holds a finished {found.kind} made from other inputs or settings: choose another --out or remove it"
-        )
-    return None
+    raise ArtifactError(f"{out} holds a finished {found.kind}, no {kind} is written over it: choose another --out")
+
+
+def _other_settings(found: Artifact) -> ArtifactError:
+    return ArtifactError(
+        f"{found.path} holds a finished {found.kind} made from other inputs or settings: choose another --out or remove it"
+    )
 
 
 def _prepare(partial: Path, key: str, resumable: bool) -> None:

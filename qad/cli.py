@@ -12,12 +12,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from qad import __version__, arguments, measure_command
 from qad.errors import QadError, UsageError
+
+if TYPE_CHECKING:
+    from qad.config import Recipe
 
 INTERRUPTED = 130
 _LAYOUTS = ["modelopt", "compressed-tensors"]
@@ -82,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
     sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR")
     sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
-    sub.add_argument("--shard-size", type=arguments.count, default=5_000_000_000, metavar="BYTES", help="default: 5e9")
+    sub.add_argument(
+        "--shard-size",
+        type=arguments.count,
+        default=5_000_000_000,
+        metavar="BYTES",
+        help="largest weight file (default: 5000000000)",
+    )
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR")
 
     sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
@@ -208,13 +218,17 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.config import load_recipe
     from qad.stages import prepare, ptq_arm
 
-    job = prepare(load_recipe(args.recipe, args.overrides), _say, args.out.parent / "text")
+    recipe = load_recipe(args.recipe, args.overrides)
+    _require_arm_place(recipe, "ptq", args.out)
+    job = prepare(recipe, _say, args.out.parent / "text")
     artifact = ptq_arm(job, args.out)
     _say(f"PTQ arm: {artifact.path}")
     return 0
 
 
 def _train(args: argparse.Namespace) -> int:
+    from qad.arm import KIND
+    from qad.artifact import open_artifact
     from qad.config import load_recipe
     from qad.stages import prepare, ptq_arm, require_dense, require_enough_text, trained_arm
 
@@ -222,10 +236,15 @@ def _train(args: argparse.Namespace) -> int:
     if len(recipe.train.methods) > 1:
         raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
     method = recipe.train.methods[0]
+    ptq = args.ptq or args.out.parent / "ptq"
+    _require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
+    if args.ptq is None:
+        _require_arm_place(recipe, "ptq", ptq)
+    else:
+        open_artifact(ptq, KIND)
     job = prepare(recipe, _say, args.out.parent / "text")
     require_dense(job)
     require_enough_text(job, _say)
-    ptq = args.ptq or args.out.parent / "ptq"
     if args.ptq is None:
         ptq_arm(job, ptq)
     artifact = trained_arm(job, method, ptq, args.out)
@@ -233,9 +252,31 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
-    from export.writer import export_arm
+def _require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:
+    """Refuse a place that cannot become what is asked, before anything is computed. apart: what it is -> folder that is only
+    read. known: of the stage's config."""
+    from export.writer import require_apart
+    from qad.artifact import require_place
 
+    require_apart(out, dict(apart))
+    require_place(out, kind, known)
+
+
+def _require_arm_place(recipe: Recipe, arm: str, out: Path, apart: Mapping[str, Path] = MappingProxyType({})) -> None:
+    from qad.arm import KIND
+    from qad.stages import arm_settings
+
+    source = Path(recipe.model).expanduser()
+    original = {"source model": source} if source.is_dir() else {}
+    _require_place(out, KIND, {**original, **apart}, arm_settings(recipe, arm))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from export.writer import KIND, export_arm
+    from qad.arm import source_folder
+
+    apart = {"arm": args.arm, "source model": source_folder(args.arm)}
+    _require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
     artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
     _say(f"checkpoint: {artifact.path}")
     return 0
@@ -243,7 +284,9 @@ def _export(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from export.convert import convert
+    from export.writer import KIND
 
+    _require_place(args.out, KIND, {"checkpoint": args.folder}, {"layout": args.layout})
     artifact = convert(args.folder, args.layout, args.out)
     _say(f"checkpoint: {artifact.path}")
     return 0
@@ -267,7 +310,9 @@ def _check(args: argparse.Namespace) -> int:
 def _fixed(args: argparse.Namespace) -> Path:
     """The repaired copy; the folder itself where there was nothing to repair. Says what was done, on standard error."""
     from export.repair import repair
+    from export.writer import KIND
 
+    _require_place(args.fix, KIND, {"checkpoint": args.folder}, {})
     done = repair(args.folder, args.fix, args.source)
     for line in done or [f"nothing to repair: {args.fix} was not written"]:
         print(f"fix: {line}", file=sys.stderr)

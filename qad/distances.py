@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qad.config import Fidelity
-from qad.packing import Sequences
+from qad.packing import Sequences, sequences
+from qad.source import Checkpoint
+from qad.text import Part, digest_documents
 
 if TYPE_CHECKING:
     from harness.records import FidelityData
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 _EXTRAS = ("per_layer", "new_tokens", "prompt_tokens")
 
 
-def section_settings(section: Fidelity) -> dict[str, Any]:
+def _section_settings(section: Fidelity) -> dict[str, Any]:
     """For the record: extras only where they are asked for, so that records without them stay comparable."""
     settings = section.model_dump(mode="json", exclude=set(_EXTRAS))
     if section.per_layer:
@@ -54,3 +56,13 @@ def measure_distances(
         for name, entries in written.items():
             measured[name] = dataclasses.replace(measured[name], continuations=entries)
     return measured
+
+
+def test_sequences(
+    section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint
+) -> tuple[Sequences, dict[str, Any]]:
+    """The test split as token sequences, and the settings that two comparable records share."""
+    found = sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
+    used = digest_documents(parts)
+    settings = {**_section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
+    return found, {**settings, "sources": found.sources}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from qad import arguments
 from qad.errors import UsageError
+from qad.untrusted import mapping
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
@@ -159,14 +162,34 @@ def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.
 
 
 def _require_place(args: argparse.Namespace) -> None:
-    """Where the record goes, before hours are spent on it. Raises UsageError."""
-    several = isinstance(getattr(args, "folder", None), list) and len(args.folder) > 1
-    if not several and args.out.is_dir():
+    """Where the record goes, before hours are spent on it. Raises QadError."""
+    from qad.artifact import require_writable
+
+    given = getattr(args, "folder", [])
+    folders = given if isinstance(given, list) else [given]
+    if len(folders) > 1:
+        require_writable(args.out / "ARM" / "serving.json")
+    elif args.out.is_dir():
         raise UsageError(f"--out {args.out} is a folder: name the record's file, such as {args.out / args.kind}.json")
-    inside = args.out if several else args.out.parent
-    blocking = next((place for place in (inside, *inside.parents) if place.exists()), inside)
-    if not blocking.is_dir():
-        raise UsageError(f"--out {args.out} cannot be written: {blocking} is a file")
+    else:
+        _require_no_other_file(args.out)
+        require_writable(args.out)
+    for folder in folders:
+        if folder.is_dir() and folder.resolve() in (args.out.resolve(), *args.out.resolve().parents):
+            raise UsageError(f"--out {args.out} lies inside the measured folder {folder}: choose a place beside it")
+
+
+def _require_no_other_file(out: Path) -> None:
+    """An older record may be written over, an empty file too; a file of somebody else's is not."""
+    if not out.exists():
+        return
+    try:
+        text = out.read_text(encoding="utf-8")
+        record = not text or {"kind", "data"} <= {*mapping(json.loads(text))}
+    except (OSError, ValueError):
+        record = False
+    if not record:
+        raise UsageError(f"--out {out} exists and is no record: choose another file, or remove it")
 
 
 def _require_unused(args: argparse.Namespace, names: Sequence[str], remedy: str) -> None:
@@ -183,7 +206,8 @@ _OF_LOAD = ("server_log", "concurrency", "isl", "osl", "repeats", "requests", "e
 
 
 def _memory(args: argparse.Namespace, say: _Say) -> int:
-    from qad.measuring import EngineChoice, measure_folder
+    from qad.engine_choice import EngineChoice
+    from qad.measure_folder import measure_folder
 
     choice = None
     if args.engine not in (None, "transformers"):
@@ -199,7 +223,7 @@ def _memory(args: argparse.Namespace, say: _Say) -> int:
 def _here(args: argparse.Namespace, say: _Say) -> int:
     """Fidelity and accuracy."""
     from qad.config import parse_section
-    from qad.measuring import measure_folder
+    from qad.measure_folder import measure_folder
     from qad.scoring import ServerChoice
 
     if not args.server:
@@ -224,10 +248,20 @@ def _accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
     return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
 
 
+def _require_log(args: argparse.Namespace) -> None:
+    """A running server's log is read by the engine's rules. Raises UsageError."""
+    if args.server_log is None:
+        return
+    if not args.server or args.engine in (None, "transformers"):
+        raise UsageError("--server-log is of a running vllm or trtllm: add --server URL and --engine")
+    if not args.server_log.is_file():
+        raise UsageError(f"--server-log {args.server_log} is no file: give what the server printed")
+
+
 def _throughput(args: argparse.Namespace, say: _Say) -> int:
     from harness.records import ARMS
     from qad.config import parse_section
-    from qad.measuring import measure_folder
+    from qad.measure_folder import measure_folder
 
     if not args.server and args.engine in (None, "transformers"):
         if len(args.folder) > 1:
@@ -242,6 +276,12 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
         return 0
     from harness.serving.sweep import Plan
     from qad.serving import Serving, measure_served
+
+    if args.server:
+        _require_unused(
+            args, ("python", "engine_options", "ready_timeout"), "is of an engine that is started: leave out --server"
+        )
+    _require_log(args)
 
     named = args.arm != "custom" or len(args.folder) == 1
     arms = args.arm.split(",") if named else list(ARMS[: len(args.folder)])
@@ -261,6 +301,9 @@ def _import(args: argparse.Namespace, say: _Say) -> int:
 def _parity(args: argparse.Namespace, say: _Say) -> int:
     from qad.parity import measure_parity
 
+    _require_unused(
+        args, ("max_model_len", "engine_options"), "is not parity's to give: it starts the engine as it has to be asked"
+    )
     if args.new_tokens < 1 or args.long_tokens < 0:
         raise UsageError(
             f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"

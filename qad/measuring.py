@@ -1,8 +1,7 @@
-"""Measure checkpoint folders into records: the arms of a run, or one folder given by hand."""
+"""Measure the arms of a run into records, each on its checkpoint folder."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,34 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from qad import packing, provenance, text
 from qad.alone import run_alone
-from qad.artifact import MANIFEST, digest_of, open_artifact
-from qad.config import Accuracy, Fidelity, Throughput
+from qad.artifact import open_artifact
+from qad.config import Accuracy, Throughput
 from qad.control import accuracy_again, fidelity_again
-from qad.distances import measure_distances, section_settings
+from qad.distances import measure_distances, test_sequences
+from qad.engine_choice import run_engine
 from qad.errors import EngineError, LoadToolError, UsageError
-from qad.loader import default_device, load_tokenizer, resolve_dtype
-from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
-from qad.source import Checkpoint, open_checkpoint
-from qad.sources import Need, Reader
+from qad.memory import memory_of, memory_settings
+from qad.recording import throughput_settings, write_record
+from qad.scoring import Scoring, finished, score_loaded
 from qad.stages import Job
 
 if TYPE_CHECKING:
-    from harness.records import Data, Engine, MemoryData
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineChoice:
-    """An engine to start as a server, in the environment of `python` (default: its usual place)."""
-
-    name: str
-    python: str | None = None
-    max_model_len: int | None = None
-    options: tuple[str, ...] = ()
-
-
-TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
+    from harness.records import Data, Engine
 
 
 class Measuring:
@@ -267,161 +252,3 @@ def accuracy_alone(
     data = score_loaded(loaded, scoring, checkpoint, path)
     write_record(path, arm, model, checkpoint, {**scoring.settings, "dtype": dtype}, loaded.engine, data, started)
     finished(path)
-
-
-def run_engine(choice: str) -> EngineChoice | None:
-    """The engine a run serves its arms with; None: this process."""
-    from harness.engines.available import best_engine
-
-    name = best_engine(choice)
-    return None if name == "transformers" else EngineChoice(name)
-
-
-def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
-    """Memory from the files alone, or with what the engine says that serves them."""
-    from harness.engines.transformers import FILES
-    from harness.memory import measure_memory
-    from harness.served_memory import measure_served_memory
-
-    if choice is None:
-        return measure_memory(folder), FILES
-    return measure_served_memory(
-        folder, choice.name, log=log, python=choice.python, dtype=dtype, max_model_len=choice.max_model_len,
-        options=choice.options,
-    )  # fmt: skip
-
-
-def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:
-    """A record of another engine, or from before sequences were counted, is measured again."""
-    from harness.cache_cost import LENGTHS
-
-    lengths = {"lengths": list(LENGTHS)}
-    if choice is None:
-        return lengths
-    return {**lengths, "engine": choice.name, "max_model_len": choice.max_model_len, "options": list(choice.options)}
-
-
-def measure_folder(
-    folder: Path,
-    out: Path,
-    *,
-    arm: str,
-    section: Fidelity | Accuracy | Throughput | None,
-    dtype: str,
-    seed: int,
-    teacher: Path | None = None,
-    choice: EngineChoice | None = None,
-    noise_floor: bool = False,
-    server: ServerChoice | None = None,
-) -> None:
-    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. choice: memory as an
-    engine reports it, whose log goes beside `out`. noise_floor: the arm's control instead, see `qad.control`. server: a
-    server that has loaded this folder is asked.
-
-    Raises UsageError where there is no teacher, or no control of this kind.
-    """
-    if server is not None and noise_floor:
-        raise UsageError("--server and --noise-floor: a running server cannot be asked under other conditions")
-    from harness.engines.transformers import FILES, load
-
-    source, started = open_checkpoint(folder, allow_quantized=True), time.monotonic()
-    device = default_device()
-    asked, dtype = dtype, resolve_dtype(dtype, device)
-    settings: dict[str, Any] = {}
-    engine, control = FILES, None
-    data: Data
-    if section is None:
-        settings = memory_settings(choice)
-        data, engine = memory_of(folder, choice, out.with_suffix(".log"), asked)
-    elif isinstance(section, Accuracy):
-        scoring = Scoring.of(section, seed)
-        settings = {**scoring.settings, "dtype": dtype}
-        if server is not None:
-            backend, engine = server.open(folder, scoring.suite)
-            settings["dtype"] = engine.dtype
-            data = score(backend, scoring, {"checkpoint": folder_identity(source), "server": server.url}, out)
-        elif noise_floor:
-            again = accuracy_again(folder, scoring, dtype, device, folder_identity(source), out)
-            engine, data, control = again.engine, again.data, again.conditions
-        else:
-            loaded = load(folder, dtype, device)
-            engine, data = loaded.engine, score_loaded(loaded, scoring, folder_identity(source), out)
-    elif isinstance(section, Throughput):
-        from harness.throughput import measure_throughput
-
-        loaded = load(folder, dtype, device)
-        engine, settings = loaded.engine, throughput_settings(section, seed, dtype)
-        data = measure_throughput(loaded.model, **section.model_dump(), vocab_size=len(loaded.tokenizer), seed=seed)
-    else:
-        if teacher is None:
-            raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
-        original = open_checkpoint(teacher)
-        tokenizer = load_tokenizer(teacher)
-        need = Need("test", section.tokens, section.seq_len, packing.MINIMUM)
-        docs = Reader(tokenizer, seed).parts(section.data, need)
-        sequences, settings = test_sequences(section, docs, tokenizer, seed, original)
-        settings["dtype"] = dtype
-        if server is not None:
-            from harness.topk import measure_topk
-
-            name, engine = server.describe()
-            original_model = load(teacher, dtype, device).model
-            data = measure_topk(server.url, name, original_model, sequences.pairs, section.data.name, TOP_K)
-            settings["top_k"] = TOP_K
-        elif noise_floor:
-            loaded = load(folder, dtype, device)
-            again = fidelity_again(loaded.model, folder, sequences.pairs, section.data.name, dtype, device)
-            engine, data, control = again.engine, again.data, again.conditions
-        else:
-            loaded = load(folder, dtype, device)
-            engine, models = loaded.engine, {arm: loaded.model}
-            data = measure_distances(section, models, load(teacher, dtype, device).model, sequences, seed)[arm]
-    write_record(out, arm, source.display_name, folder_identity(source), settings, engine, data, started, control)
-    finished(out)
-
-
-def folder_identity(source: Checkpoint) -> str:
-    """The digest of a folder this tool wrote, else the hash of its files."""
-    return open_artifact(source.folder).digest if (source.folder / MANIFEST).is_file() else source.digest
-
-
-def test_sequences(
-    section: Fidelity, parts: list[text.Part], tokenizer: Any, seed: int, teacher: Checkpoint
-) -> tuple[packing.Sequences, dict[str, Any]]:
-    """The test split as token sequences, and the settings that two comparable records share."""
-    sequences = packing.sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
-    used = text.digest_documents(parts)
-    settings = {**section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
-    return sequences, {**settings, "sources": sequences.sources}
-
-
-def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:
-    """Speeds are comparable on the same machine with the same packages only."""
-    return {
-        **section.model_dump(mode="json"),
-        "seed": seed,
-        "dtype": dtype,
-        "machine": digest_of(provenance.environment()),
-    }
-
-
-def write_record(
-    path: Path,
-    arm: str,
-    model: str,
-    checkpoint: str,
-    settings: dict[str, Any],
-    engine: Engine,
-    data: Data,
-    started: float,
-    control: dict[str, Any] | None = None,
-) -> None:
-    """Stamp a measurement with its provenance and write it. control: see `Record`."""
-    from harness import records
-
-    record = records.Record(
-        arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
-        provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data, control=control,
-    )  # fmt: skip
-    records.write(record, path)

@@ -15,7 +15,7 @@ from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
 from qad.fusion import input_scale_groups, scale_groups, siblings_of
 from qad.loader import default_device, load_tokenizer
-from qad.measuring import folder_identity, write_record
+from qad.recording import folder_identity, write_record
 from qad.source import open_checkpoint
 
 if TYPE_CHECKING:

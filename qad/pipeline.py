@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from qad.artifact import MANIFEST, open_artifact, replace_card
+from qad.artifact import MANIFEST, open_artifact, replace_card, require_writable
 from qad.compiled import compilation
 from qad.config import Recipe
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
@@ -69,6 +69,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
 def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker) -> Path:
     clock = Stopwatch(say)
     with clock("prepare"):
+        _require_run_folder(out)
         job = prepare(recipe, say, out / "text")
         require_dense(job)
         require_measurable(job, out)
@@ -175,6 +176,15 @@ def _log(method: str) -> str:
     return METRICS if method == "qad" else f"metrics-{method}.jsonl"
 
 
+def _require_run_folder(out: Path) -> None:
+    """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
+    if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
+        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
+        if not out.is_dir() or {path.name for path in out.iterdir()} - early:
+            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
+    require_writable(out / "recipe.yaml" if out.is_dir() else out)
+
+
 def _claim(job: Job, out: Path) -> None:
     """One run folder, one model. Settings may change between runs; then the changed stages run again."""
     bf16 = out / "arms" / "bf16"
@@ -182,10 +192,6 @@ def _claim(job: Job, out: Path) -> None:
         found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
-    elif out.exists():  # empty, or a run that was killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
-        if not out.is_dir() or {path.name for path in out.iterdir()} - early:
-            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
     out.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     aside = out / "recipe.yaml.partial"

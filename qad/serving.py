@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qad import provenance
 from qad.artifact import digest_of
 from qad.errors import UsageError
-from qad.measuring import folder_identity, write_record
+from qad.recording import folder_identity, keep, write_record
 from qad.source import open_checkpoint
 
 if TYPE_CHECKING:
@@ -137,11 +137,10 @@ def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int
 
 def import_served(path: Path, tool: str | None, arm: str, out: Path, say: Callable[[str], None]) -> int:
     """One record of a load tool's result file; the exit code is 1 where it is invalid."""
-    from harness import records
     from harness.imported import serving_record
 
     record = serving_record(path, arm, tool)
-    records.write(record, out)
+    keep(record, out)
     say(f"record: {out}")
     return _report({arm: _data(record)}, say)
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
+from qad.demo_model import FOLDER as DEMO_FOLDER
 from qad.errors import SourceError
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
@@ -136,6 +137,10 @@ def _resolve(model: str) -> Path:
         return path.resolve()
     if path.is_file():
         raise SourceError(f"model {model} is a file: give the folder that holds config.json and *.safetensors")
+    if path == Path(DEMO_FOLDER):
+        raise SourceError(
+            f"model folder {model} does not exist yet: `make demo` makes it, as does python -m qad.demo_model {model}"
+        )
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.count("/") != 1 or model.startswith("."):
         raise SourceError(f"model folder {model} does not exist: check the path (a hub name has the form owner/name)")
     from huggingface_hub import snapshot_download

@@ -184,6 +184,14 @@ def require_dense(job: Job) -> None:
         )
 
 
+def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
+    """What a recipe alone decides of the config of its arm `ptq`, `qad` or `qat`."""
+    if arm == "ptq":
+        return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": recipe.section("calibrate"),
+                "seed": recipe.seed}  # fmt: skip
+    return {"arm": arm, "train": {**recipe.section("train"), "method": arm}, "seed": recipe.seed}
+
+
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The source itself, as an arm."""
     inputs = {"source": job.source.digest}
@@ -195,8 +203,8 @@ def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
 def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """Calibrate the unquantized model and find the weight scales that are to be frozen; its weights stay the source's."""
     windows = job.calibration_windows()
-    section, policy = job.recipe.section("calibrate"), job.recipe.quantize.kv_cache
-    config = {"arm": "ptq", "quantize": job.recipe.section("quantize"), "calibrate": section, **job.compute}
+    policy = job.recipe.quantize.kv_cache
+    config = {**arm_settings(job.recipe, "ptq"), **job.compute}
     inputs = {"source": job.source.digest, "text": windows.digest}
 
     def work(folder: Path) -> None:
@@ -260,7 +268,7 @@ def trained_arm(
     the teacher cache, where the recipe wants one (default: beside the arm). `watch`: called with every line of the log."""
     section = job.recipe.train
     train, validation = job.train_windows(), job.validation_windows()
-    config = {"arm": method, "train": {**job.recipe.section("train"), "method": method}, **job.compute}
+    config = {**arm_settings(job.recipe, method), **job.compute}
     start = open_arm(ptq)
     inputs = {
         "source": job.source.digest,

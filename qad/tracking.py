@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qad.config import Recipe, Track
 from qad.errors import UsageError
+from qad.untrusted import is_number
 
 
 class Tracker:
@@ -27,7 +27,7 @@ class Tracker:
 
     def log(self, prefix: str, values: Mapping[str, Any]) -> None:
         """Finite numbers under `prefix/name`; everything else is left out."""
-        numbers = {f"{prefix}/{name}": value for name, value in values.items() if _is_number(value)}
+        numbers = {f"{prefix}/{name}": value for name, value in values.items() if is_number(value)}
         if numbers:
             self._call("log", numbers)
 
@@ -65,7 +65,3 @@ def tracking(recipe: Recipe, name: str) -> Iterator[Tracker]:
         yield tracker
     finally:
         tracker.finish()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -142,3 +142,20 @@ def make_llama() -> Callable[..., Path]:
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved BF16 tiny Llama with tokenizer; read only."""
     return build_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def sums_task() -> str:
+    """YAML of an lm-eval task `sums`: up to 6 tokens behind each `query` of rows.jsonl, an exact match with its `answer`."""
+    return """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: query
+doc_to_target: answer
+generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""

@@ -14,8 +14,9 @@ from export.compressed_tensors import MIXED_FORMAT, format_name, numbers
 from export.config_files import CONFIG, NESTED
 from export.exclude import compressed_tensors_quantizes
 from export.findings import Finding, error
-from export.folder import Folder, mapping, names
+from export.folder import Folder
 from qad.formats import FP8, NVFP4
+from qad.untrusted import mapping, names
 
 _AGAIN = "`qad check --fix` writes it anew, or export the arm again"
 _DEFAULTS = {"symmetric": True, "dynamic": False}

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from export.findings import Finding, error
-from export.folder import Folder, mapping
+from export.folder import Folder
+from qad.untrusted import mapping
 
 _AGAIN = "export the arm again"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)$")

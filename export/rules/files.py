@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from export.config_files import INDEX
 from export.findings import Finding, error, warning
-from export.folder import FLOATING, Folder, mapping, read_json
+from export.folder import FLOATING, Folder, read_json
 from export.rules.tensors import missing_siblings
+from qad.untrusted import mapping
 
 _AGAIN = "export again into an empty folder"
 _OWN_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")

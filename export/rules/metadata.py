@@ -7,10 +7,11 @@ from typing import Any
 
 from export.exclude import compressed_tensors_quantizes
 from export.findings import Finding, error, warning
-from export.folder import Folder, mapping, names
+from export.folder import Folder
 from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
 from qad.formats import FORMATS, FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, quantizes_activations
+from qad.untrusted import mapping, names
 
 CHECKED = (*FORMATS, MIXED)
 # Of modules of a mixed checkpoint, known to engines but not to this checker.

@@ -6,12 +6,10 @@ in all of them. A repeat gives one value (throughput of its window, median over 
 
 from __future__ import annotations
 
-import math
-
 from harness.comparable import BASELINE
 from harness.comparison import Estimate
-from harness.intervals import log_ratio_t
 from harness.records import Record
+from harness.repeats import beside_baseline, differing_settings, mean_ratio
 from harness.serving.measured import ServingData
 from harness.serving.pareto import cells_of
 from harness.serving.statistics import LENGTH_TOLERANCE, CellSummary, summarize
@@ -22,18 +20,9 @@ Ratios = dict[str, dict[str, dict[str, Estimate]]]  # arm -> cell -> metric
 
 def compare_serving(arms: dict[str, Record], notes: list[str]) -> Ratios:
     """Ratios of the cells that may be compared; every other one is named in `notes` with the reason."""
-    if arms and BASELINE not in arms:
-        notes.append(f"serving: {BASELINE} was not measured, so there are no ratios")
-        return {}
     ratios: Ratios = {}
-    for arm, record in arms.items():
-        if arm == BASELINE:
-            continue
-        reason = _obstacle(arms[BASELINE], record)
-        if reason:
-            notes.append(f"serving speed of {arm} has no ratio to {BASELINE}: {reason}")
-            continue
-        base, own = cells_of(arms[BASELINE]), cells_of(record)
+    for arm, bf16, record in beside_baseline("serving", "serving speed", arms, _obstacle, notes):
+        base, own = cells_of(bf16), cells_of(record)
         ratios[arm] = {}
         for name in {**base, **own}:
             if name not in base or name not in own:
@@ -60,8 +49,7 @@ def _obstacle(base: Record, record: Record) -> str:
         )
         if a != b
     ]
-    settings = {**base.settings, **record.settings}
-    differing += sorted(k for k in settings if base.settings.get(k) != record.settings.get(k))
+    differing += differing_settings(base, record)
     return f"they differ in {', '.join(differing)}" if differing else ""
 
 
@@ -91,11 +79,5 @@ def _ratios(own: CellSummary, base: CellSummary) -> dict[str, Estimate]:
 
 
 def _ratio(top: list[float | None], bottom: list[float | None]) -> Estimate | None:
-    """Geometric mean of the paired ratios of repeats that both have; the interval is Student's t on their logs."""
-    pairs = [(t, b) for t, b in zip(top, bottom, strict=False) if t and b and t > 0 and b > 0]
-    if not pairs:
-        return None
-    tops, bottoms = [t for t, _ in pairs], [b for _, b in pairs]
-    value = math.exp(sum(math.log(t / b) for t, b in pairs) / len(pairs))
-    interval = log_ratio_t(tops, bottoms)
-    return Estimate(value, interval.low, interval.high, len(pairs), interval.clusters, interval.method, interval.note)
+    """Over the repeats that both have."""
+    return mean_ratio([(t, b) for t, b in zip(top, bottom, strict=False) if t and b and t > 0 and b > 0])

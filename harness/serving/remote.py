@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.records import Engine
 from qad.errors import UsageError
+from qad.untrusted import mapping
 
 UNKNOWN_KERNELS = "unknown: the server was started elsewhere and no log was given"
 
@@ -65,4 +66,4 @@ def _get(url: str) -> dict[str, Any]:
             value = json.loads(answer.read())
     except (OSError, ValueError) as error:
         raise UsageError(f"{url} does not answer ({error}): check --server") from error
-    return value if isinstance(value, dict) else {}
+    return mapping(value)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from qad.untrusted import mapping
+
 CHUNKED, UNTIL_CLOSE = -1, -2
 
 
@@ -193,4 +195,4 @@ def _json(body: bytes) -> dict[str, Any]:
         value = json.loads(body)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return mapping(value)

@@ -65,7 +65,7 @@ def measure(model: Path, arm: str, tasks: Path, limit: int, out: Path) -> None:
     """The record that `qad measure accuracy` would write."""
     from harness.accuracy import measure_accuracy
     from harness.engines.transformers import load
-    from qad.measuring import folder_identity, write_record
+    from qad.recording import folder_identity, write_record
     from qad.source import open_checkpoint
 
     started, source = time.monotonic(), open_checkpoint(model, allow_quantized=True)

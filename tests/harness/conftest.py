@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.engines.transformers import LoadedModel, load
+from harness.task_files import Places
 from qad import nvfp4
 
 Tensors = dict[str, tuple[str, list[int], int]]  # name -> dtype, shape, bytes
@@ -90,3 +91,13 @@ class TableModel(torch.nn.Module):
 @pytest.fixture
 def table_model() -> Callable[[Tensor], TableModel]:
     return TableModel
+
+
+@pytest.fixture
+def sums(tmp_path: Path, sums_task: str) -> Places:
+    """The task `sums` with three questions, in a folder of its own."""
+    (tmp_path / "t").mkdir()
+    rows = [{"query": query, "answer": "7"} for query in ("The river", "A heron", "The miller")]
+    (tmp_path / "t" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t" / "sums.yaml").write_text(sums_task)
+    return Places.of(tmp_path / "t")

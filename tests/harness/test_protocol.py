@@ -65,7 +65,8 @@ def test_other_weights_under_the_same_path_are_measured_again(tmp_path: Path, mo
     from harness import records
     from harness.engines.transformers import FILES
     from harness.records import MemoryData
-    from qad.measuring import Measuring, write_record
+    from qad.measuring import Measuring
+    from qad.recording import write_record
 
     measuring = Measuring(
         SimpleNamespace(

@@ -19,29 +19,6 @@ from harness.suite import Generation, Suite, SuiteTask
 from harness.task_files import Places
 from qad.errors import DataError
 
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: query
-doc_to_target: answer
-generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
-QUERIES = ["The river", "A heron", "The miller"]
-
-
-@pytest.fixture
-def sums(tmp_path: Path) -> Places:
-    (tmp_path / "t").mkdir()
-    rows = "".join(json.dumps({"query": query, "answer": "7"}) + "\n" for query in QUERIES)
-    (tmp_path / "t" / "rows.jsonl").write_text(rows)
-    (tmp_path / "t" / "sums.yaml").write_text(TASK)
-    return Places.of(tmp_path / "t")
-
 
 def suite(**options: Any) -> Suite:
     think_end = options.pop("think_end", None)
@@ -248,10 +225,10 @@ def test_samples_survive_a_file(tiny: LoadedModel, sums: Places, speak: Speak, t
         read_samples(path)
 
 
-def test_a_vote_over_samples_is_refused(tiny: LoadedModel, sums: Places) -> None:
+def test_a_vote_over_samples_is_refused(tiny: LoadedModel, sums: Places, sums_task: str) -> None:
     path = sums.folders[1] / "sums.yaml"
     path.write_text(
-        TASK + "filter_list:\n  - {name: maj@8, filter: [{function: majority_vote}, {function: take_first}]}\n"
+        sums_task + "filter_list:\n  - {name: maj@8, filter: [{function: majority_vote}, {function: take_first}]}\n"
     )
     with pytest.raises(DataError, match="filter maj@8 of task sums votes over samples"):
         measure_suite(backend(tiny), suite(), sums)

@@ -20,18 +20,6 @@ from harness.suite import Generation, Suite, SuiteTask
 from harness.task_files import Places
 from qad.errors import DataError, UsageError
 
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: query
-doc_to_target: answer
-generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
 Reply = Callable[[dict[str, Any]], Any]
 
 
@@ -80,14 +68,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found.http.shutdown()
     found.http.server_close()
     thread.join()
-
-
-@pytest.fixture
-def sums(tmp_path: Path) -> Places:
-    rows = [{"query": query, "answer": "7"} for query in ("The river", "A heron", "The miller")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "sums.yaml").write_text(TASK)
-    return Places.of(tmp_path)
 
 
 def says(text: str, reason: str = "stop", tokens: int = 3) -> dict[str, Any]:

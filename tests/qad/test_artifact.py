@@ -169,3 +169,21 @@ def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     stage(tmp_path / "out")
     with pytest.raises(ArtifactError, match="is a toy, expected a arm"):
         open_artifact(tmp_path / "out", "arm")
+
+
+def test_a_stage_of_another_kind_is_never_replaced(tmp_path: Path) -> None:
+    before = stage(tmp_path / "out")
+    for damage in (False, True):
+        if damage:
+            (before.path / "data.txt").write_text("edited by its owner")
+        with pytest.raises(ArtifactError, match="holds a finished toy, no other is written over it"):
+            run_stage("other", before.path, {}, {}, lambda folder: None, replace=True)
+    assert (before.path / "data.txt").is_file()
+
+
+def test_a_manifest_that_lacks_something_is_named(tmp_path: Path) -> None:
+    folder = stage(tmp_path / "out").path
+    for text in ("[]", "{}", '{"files": {}}'):
+        (folder / "qad_manifest.json").write_text(text)
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            open_artifact(folder)

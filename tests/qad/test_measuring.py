@@ -12,8 +12,9 @@ from harness import records
 from harness.records import Engine, EngineMemory, MemoryData
 from qad import measuring
 from qad.config import Measure
+from qad.engine_choice import EngineChoice
 from qad.errors import EngineError
-from qad.measuring import EngineChoice, Measuring
+from qad.measuring import Measuring
 
 ON_DISK = MemoryData({"bf16": 10}, 10, 12, 5, 0)
 SERVED = MemoryData({"bf16": 10}, 10, 12, 5, 0, serving=EngineMemory(kv_cache_tokens=7))

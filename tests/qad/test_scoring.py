@@ -19,28 +19,16 @@ tasks:
   - {task: qad_agreement, limit: 30}
   - {task: sums}
 """
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: sums.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: query
-doc_to_target: answer
-generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> Path:
+def suite(tmp_path: Path, sums_task: str) -> Path:
     (tmp_path / "s" / "tasks").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     (tmp_path / "s" / "two.yaml").write_text(SUITE)
-    (tmp_path / "s" / "tasks" / "sums.yaml").write_text(TASK)
+    (tmp_path / "s" / "tasks" / "sums.yaml").write_text(sums_task)
     rows = [{"query": query, "answer": "seven"} for query in ("The river", "A heron", "The miller", "In spring")]
-    (tmp_path / "data" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "s" / "two.yaml"
 
 
@@ -49,7 +37,7 @@ def test_a_suite_by_hand_its_control_and_the_comparison(
 ) -> None:
     measure = ["measure", "accuracy", str(tiny_llama_dir), "--suite", str(suite), "--dtype", "float32"]
     assert main([*measure, "--out", str(tmp_path / "x.json")]) == 2
-    assert "there is no sums.jsonl" in capsys.readouterr().err
+    assert "there is no rows.jsonl" in capsys.readouterr().err
     measure += ["--suite-data", str(tmp_path / "data")]
     for arm, more in (("bf16", []), ("again", ["--noise-floor"]), ("ptq", [])):
         out = tmp_path / arm / "accuracy.json"

@@ -68,6 +68,8 @@ def test_a_running_server(
     (["--arm", "a,b"], "names 2 arms, 1 folders"),
     (["--concurrency", "8"], "never keep 8 under way"),
     (["--server", "https://127.0.0.1:1"], "does not answer"),
+    (["--server-log", "absent.log"], "add --server URL and --engine"),
+    (["--engine", "vllm", "--server-log", "absent.log"], "absent.log is no file"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(
     argv: list[str], message: str, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

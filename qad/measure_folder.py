@@ -1,0 +1,143 @@
+"""One record of one checkpoint folder, by hand: `qad measure KIND`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qad.config import Accuracy, Fidelity, Throughput
+from qad.control import accuracy_again, fidelity_again
+from qad.distances import measure_distances, test_sequences
+from qad.engine_choice import EngineChoice
+from qad.errors import UsageError
+from qad.loader import default_device, load_tokenizer, resolve_dtype
+from qad.memory import memory_of, memory_settings
+from qad.packing import MINIMUM
+from qad.recording import folder_identity, throughput_settings, write_record
+from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
+from qad.source import Checkpoint, open_checkpoint
+from qad.sources import Need, Reader
+
+if TYPE_CHECKING:
+    from harness.records import Data, Engine
+
+TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What is measured and how. source: `folder`, opened. dtype: resolved, in which this process computes."""
+
+    folder: Path
+    source: Checkpoint
+    out: Path
+    arm: str
+    dtype: str
+    device: str
+    seed: int
+    noise_floor: bool
+    server: ServerChoice | None
+
+    def load(self) -> Any:
+        from harness.engines.transformers import load
+
+        return load(self.folder, self.dtype, self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """control: the conditions, of a control."""
+
+    data: Data
+    engine: Engine
+    settings: dict[str, Any]
+    control: dict[str, Any] | None = None
+
+
+def measure_folder(
+    folder: Path,
+    out: Path,
+    *,
+    arm: str,
+    section: Fidelity | Accuracy | Throughput | None,
+    dtype: str,
+    seed: int,
+    teacher: Path | None = None,
+    choice: EngineChoice | None = None,
+    noise_floor: bool = False,
+    server: ServerChoice | None = None,
+) -> None:
+    """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. choice: memory as an
+    engine reports it, whose log goes beside `out`. noise_floor: the arm's control instead, see `qad.control`. server: a
+    server that has loaded this folder is asked.
+
+    Raises UsageError where there is no teacher, or no control of this kind.
+    """
+    if server is not None and noise_floor:
+        raise UsageError("--server and --noise-floor: a running server cannot be asked under other conditions")
+    if isinstance(section, Fidelity) and teacher is None:
+        raise UsageError("fidelity is a distance from a teacher: give --teacher BF16_DIR")
+    source, started, device = open_checkpoint(folder, allow_quantized=True), time.monotonic(), default_device()
+    asked = _Asked(folder, source, out, arm, resolve_dtype(dtype, device), device, seed, noise_floor, server)
+    if section is None:
+        found = _Measured(*memory_of(folder, choice, out.with_suffix(".log"), dtype), memory_settings(choice))
+    elif isinstance(section, Accuracy):
+        found = _accuracy(asked, section)
+    elif isinstance(section, Throughput):
+        found = _throughput(asked, section)
+    else:
+        assert teacher is not None
+        found = _fidelity(asked, section, teacher)
+    write_record(out, arm, source.display_name, folder_identity(source), found.settings, found.engine, found.data, started,
+                 found.control)  # fmt: skip
+    finished(out)
+
+
+def _accuracy(asked: _Asked, section: Accuracy) -> _Measured:
+    scoring, identity = Scoring.of(section, asked.seed), folder_identity(asked.source)
+    settings = {**scoring.settings, "dtype": asked.dtype}
+    if asked.server is not None:
+        backend, engine = asked.server.open(asked.folder, scoring.suite)
+        data = score(backend, scoring, {"checkpoint": identity, "server": asked.server.url}, asked.out)
+        return _Measured(data, engine, {**settings, "dtype": engine.dtype})
+    if asked.noise_floor:
+        again = accuracy_again(asked.folder, scoring, asked.dtype, asked.device, identity, asked.out)
+        return _Measured(again.data, again.engine, settings, again.conditions)
+    loaded = asked.load()
+    return _Measured(score_loaded(loaded, scoring, identity, asked.out), loaded.engine, settings)
+
+
+def _throughput(asked: _Asked, section: Throughput) -> _Measured:
+    from harness.throughput import measure_throughput
+
+    loaded, settings = asked.load(), throughput_settings(section, asked.seed, asked.dtype)
+    data = measure_throughput(loaded.model, **section.model_dump(), vocab_size=len(loaded.tokenizer), seed=asked.seed)
+    return _Measured(data, loaded.engine, settings)
+
+
+def _fidelity(asked: _Asked, section: Fidelity, teacher: Path) -> _Measured:
+    from harness.engines.transformers import load
+
+    original, tokenizer = open_checkpoint(teacher), load_tokenizer(teacher)
+    need = Need("test", section.tokens, section.seq_len, MINIMUM)
+    docs = Reader(tokenizer, asked.seed).parts(section.data, need)
+    sequences, settings = test_sequences(section, docs, tokenizer, asked.seed, original)
+    settings["dtype"] = asked.dtype
+    if asked.server is not None:
+        from harness.topk import measure_topk
+
+        name, engine = asked.server.describe()
+        model = load(teacher, asked.dtype, asked.device).model
+        data = measure_topk(asked.server.url, name, model, sequences.pairs, section.data.name, TOP_K)
+        return _Measured(data, engine, {**settings, "top_k": TOP_K})
+    loaded = asked.load()
+    if asked.noise_floor:
+        again = fidelity_again(
+            loaded.model, asked.folder, sequences.pairs, section.data.name, asked.dtype, asked.device
+        )
+        return _Measured(again.data, again.engine, settings, again.conditions)
+    students, original_model = {asked.arm: loaded.model}, load(teacher, asked.dtype, asked.device).model
+    measured = measure_distances(section, students, original_model, sequences, asked.seed)
+    return _Measured(measured[asked.arm], loaded.engine, settings)
