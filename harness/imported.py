@@ -155,7 +155,11 @@ def _nemo_task(file: Path, task: str) -> TaskScore:
 
 
 def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
-    for line, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read ({error}): give a result file of NeMo Evaluator") from error
+    for line, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:

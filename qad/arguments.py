@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 
@@ -33,6 +34,17 @@ def unsigned(given: str) -> int:
 def counts(given: str) -> list[int]:
     """Whole numbers of 1 or more, separated by commas."""
     return [count(part) for part in given.split(",")]
+
+
+def share(given: str) -> float:
+    """A number between 0 and 1, without both."""
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, such as 0.01, got {given!r}")
+    return value
 
 
 def _whole(given: str, least: int) -> int:

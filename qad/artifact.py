@@ -87,7 +87,7 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
     is gone or has another size than its manifest says."""
     artifact = _read(path, kind or "artifact")
     if kind is not None and artifact.kind != kind:
-        raise ArtifactError(f"{path} is a {artifact.kind}, expected a {kind}: check the path")
+        raise ArtifactError(f"{path} is of kind {artifact.kind}, expected {kind}: check the path")
     _require_files(artifact)
     return artifact
 

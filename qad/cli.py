@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
-    sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR")
+    sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR", help="PTQ or trained arm, such as RUN/arms/qad")
     sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
     sub.add_argument(
         "--shard-size",
@@ -93,15 +93,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="largest weight file (default: 5000000000)",
     )
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
     sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
-    sub.add_argument("folder", type=arguments.path, metavar="DIR")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint to read")
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
     sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
-    sub.add_argument("folder", type=arguments.path, metavar="DIR")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint folder")
     sub.add_argument(
         "--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights"
     )
@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
     sub.add_argument("--noise-floor", type=arguments.path, nargs="+", default=[], metavar="CONTROL",
                      help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
-    sub.add_argument("--margin", type=float, default=0.01, help="share of a score that may be lost (default: 0.01)")
+    sub.add_argument(
+        "--margin", type=arguments.share, default=0.01, help="share of a score that may be lost (default: 0.01)"
+    )
     _policy(sub)
 
     sub = _command(commands, "gate", _gate, "hold results against a policy: pass, fail or inconclusive")
@@ -141,11 +143,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
 
     sub = _command(commands, "report", _report, "render the report of a run again from its records")
-    sub.add_argument("run", type=arguments.path, metavar="RUN")
+    sub.add_argument("run", type=arguments.path, metavar="RUN", help="folder of qad run")
     _policy(sub)
 
     sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
-    sub.add_argument("folder", type=arguments.path, metavar="DIR")
+    sub.add_argument(
+        "folder",
+        type=arguments.path,
+        metavar="DIR",
+        help="arm, checkpoint, comparison or another folder with a manifest",
+    )
     return parser
 
 
@@ -159,7 +166,10 @@ def _command(
 
 def _recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe such as smollm2-135m"
+        "recipe",
+        type=arguments.text,
+        metavar="RECIPE",
+        help="YAML file, or the name of a shipped recipe such as smollm2-135m",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip

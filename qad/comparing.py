@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qad.artifact import Artifact, digest_of, require_place, run_stage
 from qad.errors import DataError, UsageError
+from qad.untrusted import mapping
 
 if TYPE_CHECKING:
     from harness.comparison import Comparison
@@ -33,8 +34,9 @@ def compare_arms(
 ) -> tuple[Artifact, str]:
     """Compare the arms, write DIR, and return it with the table and the verdict as text.
 
-    arguments: [NAME=]PATH, baseline first. noise_floor: folders or files of controls. Raises UsageError for a path that
-    holds no measurement, DataError where the arms are not comparable.
+    arguments: [NAME=]PATH, baseline first. margin: the share of a score that may be lost, between 0 and 1. noise_floor:
+    folders or files of controls. Raises UsageError for a path that holds no measurement, DataError where the arms are not
+    comparable.
     """
     from harness.policy import load_policy
     from harness.recovery import compare
@@ -43,8 +45,6 @@ def compare_arms(
     from reports.render import render
     from reports.tables import summary_text, table_text
 
-    if not 0 < margin < 1:
-        raise UsageError(f"--margin {margin}: expected a share between 0 and 1, such as 0.01")
     rules = load_policy(policy)
     require_place(out, _KIND, replace=True)
     read = [*read_arms(arguments), *_controls(noise_floor)]
@@ -127,9 +127,9 @@ def _read_comparison(file: Path) -> Comparison:
     from harness.comparison import from_json
 
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = mapping(json.loads(file.read_text(encoding="utf-8")))
         return from_json(raw.get("comparison", raw))
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise UsageError(f"{file} is no comparison of this version ({error}): compare the arms again") from error
 
 

@@ -137,7 +137,9 @@ class Train(_Strict):
     @model_validator(mode="after")
     def _whole(self) -> Train:
         if self.steps < 1:
-            raise ValueError(f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len)")
+            raise ValueError(
+                f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len): give more tokens"
+            )
         if self.epochs > self.steps:
             raise ValueError(
                 f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows"

@@ -59,10 +59,10 @@ def measure_distances(
 
 
 def test_sequences(
-    section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint
+    section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint, dtype: str
 ) -> tuple[Sequences, dict[str, Any]]:
     """The test split as token sequences, and the settings that two comparable records share."""
     found = sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
     used = digest_documents(parts)
     settings = {**_section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
-    return found, {**settings, "sources": found.sources}
+    return found, {**settings, "sources": found.sources, "dtype": dtype}

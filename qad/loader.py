@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from qad.errors import SourceError
 from qad.experts import split_experts
@@ -20,7 +21,15 @@ from qad.source import Checkpoint
 from qad.widened import multiplies_bfloat16
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
+_UNLOADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+    StrictDataclassError,
+)  # by transformers
 
 _trusted = False
 
@@ -62,7 +71,7 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
             source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted,
             attn_implementation=attention,
         )  # fmt: skip
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
+    except _UNLOADABLE as error:
         raise SourceError(f"transformers cannot load {source.folder}: {_reason(error, source.folder)}") from error
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
@@ -80,7 +89,7 @@ def load_skeleton(source: Checkpoint, with_buffers: bool = False) -> Any:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
         with _weightless() if with_buffers else torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted)
-    except (ValueError, KeyError, OSError) as error:
+    except _UNLOADABLE as error:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
     split_experts(model)
@@ -101,13 +110,15 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
-    except (ValueError, KeyError, OSError) as error:
-        raise SourceError(f"tokenizer of {folder} cannot be loaded: {_reason(error, folder)}") from error
+    except _UNLOADABLE as error:
+        raise SourceError(
+            f"tokenizer of {folder} cannot be loaded ({_reason(error, folder)}): copy the model's own files there again"
+        ) from error
 
 
 def _reason(error: Exception, folder: Path) -> str:
     """One line; where the folder brings code that was not run, what to do."""
-    text = str(error).strip()
+    text = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip()
     reason = text.splitlines()[0] if text else type(error).__name__
     if not _trusted and any(_brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
         return f"it brings code of its own, which is not run: read its *.py files, then give --trust-remote-code ({reason})"

@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
 
 
 def _folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=arguments.path, metavar="HF_DIR")
+    parser.add_argument("folder", type=arguments.path, metavar="HF_DIR", help="BF16 or NVFP4 checkpoint folder")
 
 
 def _folders(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _folders(parser: argparse.ArgumentParser) -> None:
 def _common(parser: argparse.ArgumentParser) -> None:
     _out(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
-    parser.add_argument("--seed", type=arguments.unsigned, default=0)
+    parser.add_argument("--seed", type=arguments.unsigned, default=0, help="of samples, prompts and order (default: 0)")
 
 
 def _out(parser: argparse.ArgumentParser) -> None:

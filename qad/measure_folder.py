@@ -97,6 +97,7 @@ def measure_folder(
 
 def _accuracy(asked: _Asked, section: Accuracy) -> _Measured:
     scoring, identity = Scoring.of(section, asked.seed), folder_identity(asked.source)
+    scoring.require_data()
     settings = {**scoring.settings, "dtype": asked.dtype}
     if asked.server is not None:
         backend, engine = asked.server.open(asked.folder, scoring.suite)
@@ -123,8 +124,7 @@ def _fidelity(asked: _Asked, section: Fidelity, teacher: Path) -> _Measured:
     original, tokenizer = open_checkpoint(teacher), load_tokenizer(teacher)
     need = Need("test", section.tokens, section.seq_len, MINIMUM)
     docs = Reader(tokenizer, asked.seed).parts(section.data, need)
-    sequences, settings = test_sequences(section, docs, tokenizer, asked.seed, original)
-    settings["dtype"] = asked.dtype
+    sequences, settings = test_sequences(section, docs, tokenizer, asked.seed, original, asked.dtype)
     if asked.server is not None:
         from harness.topk import measure_topk
 

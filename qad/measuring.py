@@ -11,12 +11,13 @@ from tqdm import tqdm
 
 from qad.alone import run_alone
 from qad.artifact import open_artifact
-from qad.config import Accuracy, Throughput
+from qad.config import Accuracy, Fidelity, Throughput
 from qad.control import accuracy_again, fidelity_again
 from qad.distances import measure_distances, test_sequences
 from qad.engine_choice import run_engine
 from qad.errors import EngineError, LoadToolError, UsageError
 from qad.memory import memory_of, memory_settings
+from qad.packing import Sequences
 from qad.recording import throughput_settings, write_record
 from qad.scoring import Scoring, finished, score_loaded
 from qad.stages import Job
@@ -61,10 +62,7 @@ class Measuring:
         section = self.job.recipe.measure.fidelity
         if section is None:
             return
-        sequences, settings = test_sequences(
-            section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
-        )
-        settings["dtype"] = self.job.dtype
+        sequences, settings = self._test_sequences(section)
         arms = [arm for arm in self.arms if self._missing("fidelity", arm, settings)]
         if not arms:
             return
@@ -174,10 +172,7 @@ class Measuring:
         section = self.job.recipe.measure.fidelity
         if section is None:
             return
-        sequences, settings = test_sequences(
-            section, self.job.text["test"], self.job.tokenizer, self.job.recipe.seed, self.job.source
-        )
-        settings["dtype"] = self.job.dtype
+        sequences, settings = self._test_sequences(section)
         if self._missing("fidelity", arm, settings, again=True):
             started = time.monotonic()
             found = fidelity_again(
@@ -191,6 +186,10 @@ class Measuring:
             self._write(arm, settings, found.engine, found.data, started, found.conditions)
 
     # --- folders and records ---
+
+    def _test_sequences(self, section: Fidelity) -> tuple[Sequences, dict[str, Any]]:
+        job = self.job
+        return test_sequences(section, job.text["test"], job.tokenizer, job.recipe.seed, job.source, job.dtype)
 
     def _folder(self, arm: str) -> Path:
         return self.job.source.folder if arm == "bf16" else self.out / "export" / arm

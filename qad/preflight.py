@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
 from qad.errors import UsageError
@@ -50,13 +49,8 @@ def _require_engine(job: Job) -> None:
 
 
 def _require_tasks(job: Job, out: Path | None) -> None:
-    from harness.silence import quiet
-    from harness.task_files import load_tasks
-
     section = job.recipe.measure.accuracy
     arms = ("bf16", "ptq", *job.recipe.train.methods)
     if section is None or (out and all((out / "measure" / arm / "accuracy.json").is_file() for arm in arms)):
         return
-    scoring = Scoring.of(section, job.recipe.seed)
-    with quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
-        load_tasks(scoring.suite.tasks, scoring.places, Path(cache))
+    Scoring.of(section, job.recipe.seed).require_data()

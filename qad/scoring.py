@@ -8,6 +8,7 @@ RECORD with .answers.jsonl      while it is measured: what was answered so far; 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,14 @@ class Scoring:
         if suite.think_end:
             settings["think_end"] = suite.think_end
         return cls(suite, places, section.batch_size, {**settings, "seed": seed})
+
+    def require_data(self) -> None:
+        """Find data that is not here before a model is loaded. Raises DataError."""
+        from harness.silence import quiet
+        from harness.task_files import load_tasks
+
+        with quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
+            load_tasks(self.suite.tasks, self.places, Path(cache))
 
     @property
     def label(self) -> str:

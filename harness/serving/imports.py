@@ -48,7 +48,9 @@ def import_results(path: Path, tool: str | None = None) -> tuple[ServingData, st
     try:
         cells = _READERS[found](documents)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{path} is no result file of {_TOOLS[found]}, or of another version ({error!r})") from error
+        raise DataError(
+            f"{path} is no result file of {_TOOLS[found]}, or of another version ({error!r}): check --from"
+        ) from error
     if not cells:
         raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
     return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found]]), found
@@ -95,7 +97,7 @@ def _documents(path: Path) -> list[Any]:
         try:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
-            raise DataError(f"{path} is neither JSON nor JSON lines ({error})") from error
+            raise DataError(f"{path} is neither JSON nor JSON lines ({error}): give a result file") from error
 
 
 # --- one request, one run ------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_a_changed_artifact_is_refused(tmp_path: Path, damage: str) -> None:
 
 def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     stage(tmp_path / "out")
-    with pytest.raises(ArtifactError, match="is a toy, expected a arm"):
+    with pytest.raises(ArtifactError, match="is of kind toy, expected arm"):
         open_artifact(tmp_path / "out", "arm")
 
 

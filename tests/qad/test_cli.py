@@ -87,6 +87,10 @@ def test_the_readme_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "throughput", "x", "--out", "y", "--isl", "16,x"], "expected a whole number, 1 or more"),
         (["measure", "memory", "x", "--out", "y", "--seed", "-1"], "expected a whole number, 0 or more"),
         (["measure", "accuracy", "x", "--out", "y", "--tasks", ""], "expected a value, got an empty string"),
+        (["plan", ""], "expected a value, got an empty string"),
+        (["compare", "x", "--out", "y", "--margin", "x"], "expected a share between 0 and 1, such as 0.01, got 'x'"),
+        (["compare", "x", "--out", "y", "--margin", "1"], "expected a share between 0 and 1"),
+        (["compare", "x", "--out", "y", "--margin", "nan"], "expected a share between 0 and 1"),
     ],
 )
 def test_an_argument_that_is_no_path_or_count(

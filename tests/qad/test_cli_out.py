@@ -141,7 +141,7 @@ def test_a_finished_arm_of_other_settings_is_refused_and_one_of_the_same_is_left
 def test_training_does_not_write_over_the_arm_it_starts_from(capsys: pytest.CaptureFixture[str]) -> None:
     refused([*COMMANDS["train"], "--ptq", "arm", "--out", "arm"], "would overwrite or lie inside the PTQ arm", capsys)
     refused([*COMMANDS["train"], "--ptq", "absent", "--out", "new"], "absent is not a finished arm", capsys)
-    refused([*COMMANDS["train"], "--ptq", "checkpoint", "--out", "new"], "is a checkpoint, expected a arm", capsys)
+    refused([*COMMANDS["train"], "--ptq", "checkpoint", "--out", "new"], "is of kind checkpoint, expected arm", capsys)
 
 
 def test_a_repair_has_a_place_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,13 +180,14 @@ def test_an_exported_folder_measured_by_hand_compares_with_its_original(tmp_path
         (["compare", "nowhere", "--out", "x"], "holds no measurement"),
         (["gate", "nowhere"], "no run folder, comparison folder or report.json"),
         (["gate", "nowhere", "--policy", "lenient"], "shipped policies are"),
-        (["compare", "nowhere", "--out", "x", "--margin", "1"], "--margin 1.0"),
+        (["gate", "list.json"], "list.json is no comparison of this version"),
     ],
 )
 def test_mistakes_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[1]")
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert message in error
