@@ -27,6 +27,7 @@ from export.writer import KIND, require_apart, require_room
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.kv_cache import CAST
+from qad.origin import origin_of
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
@@ -65,7 +66,8 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
             card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target), encoding="utf-8")
         return files.finish()
 
-    return run_stage(KIND, out, config, {"checkpoint": folder_digest(folder)}, work, resumable=True)
+    inputs = {"checkpoint": folder_digest(folder)}
+    return run_stage(KIND, out, config, inputs, work, resumable=True, origin=origin_of(folder))
 
 
 def require_convertible(folder: Folder, target: Layout) -> Scheme:

@@ -32,6 +32,7 @@ from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
 from qad.kv_cache import CAST
+from qad.origin import origin_of
 from qad.untrusted import mapping
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
@@ -69,7 +70,8 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
         if plan.done:
             inputs, config = {"checkpoint": folder_digest(folder)}, {"repaired": plan.done}
             cast = {"kv_cache": CAST} if plan.folder.casts_kv_cache else {}  # what tells it from a loss of scales
-            run_stage(KIND, out, {**config, **cast}, inputs, lambda partial: _write(plan, partial))
+            origin = origin_of(folder)
+            run_stage(KIND, out, {**config, **cast}, inputs, lambda partial: _write(plan, partial), origin=origin)
             return plan.done
         raise BrokenCheckpointError(_remaining(folder, errors))
     except BrokenCheckpointError:

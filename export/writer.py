@@ -23,6 +23,7 @@ from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
 from qad.finite import first_not_finite
 from qad.kv_cache import CAST
+from qad.origin import origin_of_arm
 
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000
@@ -62,7 +63,8 @@ def export_arm(
         opened.kv_cache == CAST
     ):  # nothing else of the folder tells scales that are lost from scales that were never made
         config["kv_cache"] = CAST
-    inputs = {"arm": open_artifact(arm).digest}
+    finished = open_artifact(arm)
+    inputs = {"arm": finished.digest}
 
     def work(folder: Path) -> dict[str, str]:
         files = WholeFiles(folder, shards)
@@ -71,7 +73,8 @@ def export_arm(
         _weights(opened, files, shards)
         return files.finish()
 
-    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace)
+    origin = origin_of_arm(finished)
+    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
 
 
 def plan_shards(all_units: list[Unit], shard_size: int) -> dict[str, list[Unit]]:

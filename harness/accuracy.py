@@ -24,11 +24,11 @@ from harness.protocol import protocol, require_room
 from harness.records import AccuracyData, Item, Outputs, TaskScore
 from harness.samples import Sample
 from harness.silence import quiet
-from harness.suite import Suite, of_tasks
-from harness.task_files import SHIPPED, Places, ReadyTask, load_tasks, require_known
+from harness.suite import Suite
+from harness.task_files import SHIPPED, Places, ReadyTask, load_tasks
 from qad.errors import DataError
 
-__all__ = ["SHIPPED", "Measured", "measure_accuracy", "measure_suite", "require_tasks"]
+__all__ = ["SHIPPED", "Measured", "measure_suite"]
 
 _GUESSABLE = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
@@ -39,40 +39,6 @@ class Measured:
 
     data: AccuracyData
     samples: list[Sample]
-
-
-def require_tasks(tasks: list[str], task_path: Path | None = None) -> None:
-    """Raises DataError, with the nearest name, for a task that exists neither locally nor in lm-eval."""
-    require_known(of_tasks(tasks).tasks, Places.of(task_path))
-
-
-def measure_accuracy(
-    model: Any,
-    tokenizer: Any,
-    tasks: list[str],
-    *,
-    limit: int | None = None,
-    n_shot: int | None = None,
-    batch_size: int = 16,
-    seed: int = 0,
-    task_path: Path | None = None,
-    think_end: str | None = None,
-    progress: Callable[[int, int], object] | None = None,
-) -> AccuracyData:
-    """Score an in-memory transformers model on tasks under their own settings. Prompts are plain text, no chat template.
-
-    limit: items per task, None for all. n_shot: None for each task's own; a task whose file says 0 stays at 0, as in
-    lm-eval. task_path: a folder of task files, searched before the shipped ones; `data_files` in them may be relative
-    to the file. think_end: what ends a reasoning model's thinking; only what follows is scored. progress: called with
-    (requests answered, requests of this kind in all).
-
-    Raises DataError as `measure_suite` does.
-    """
-    from harness.backends import InMemory
-
-    suite = of_tasks(tasks, limit, n_shot, think_end)
-    backend = InMemory(model, tokenizer, batch_size, think_end)
-    return measure_suite(backend, suite, Places.of(task_path), seed=seed, progress=progress).data
 
 
 def measure_suite(

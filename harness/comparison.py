@@ -152,6 +152,16 @@ class NoiseFloor:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainedSeed:
+    """One training of an arm that was trained under several seeds. values: what it shows by itself (median recovery, recovery of
+    each benchmark, KL divergence in nats, ...)."""
+
+    seed: int
+    checkpoint: str
+    values: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """Everything the report says about PTQ and QAD against BF16.
 
@@ -164,6 +174,8 @@ class Comparison:
     whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from. serving_ratio: arm ->
     cell -> tokens_per_s, ttft_ms, tpot_ms relative to bf16's, above 1 is better; cells that may not be compared are missing.
     outputs: the generated benchmarks, what their answers looked like. noise_floor: arm -> it against itself.
+    training_seeds: arm -> its trainings under several seeds, of which its numbers are means (harness.training_seeds); size,
+    speed and noise floor are the first one's.
     """
 
     arms: list[str]
@@ -184,12 +196,7 @@ class Comparison:
     serving_ratio: dict[str, dict[str, dict[str, Estimate]]] = dataclasses.field(default_factory=dict)
     outputs: list[OutputRow] = dataclasses.field(default_factory=list)
     noise_floor: dict[str, NoiseFloor] = dataclasses.field(default_factory=dict)
-
-    @property
-    def median_noise(self) -> Band | None:
-        """The widest band of the median recovery among the arms that were measured twice."""
-        bands = [floor.median for floor in self.noise_floor.values() if floor.median]
-        return max(bands, key=lambda band: band.high - band.low, default=None)
+    training_seeds: dict[str, list[TrainedSeed]] = dataclasses.field(default_factory=dict)
 
 
 def standing(estimate: Estimate | None, null: float) -> str:

@@ -112,6 +112,7 @@ def compare_prompt(prompt: Sequence[int], tokens: Tensor, theirs: Tensor, ours: 
     return ParityPrompt(
         input_tokens=len(prompt), output_tokens=len(tokens), max_difference=_number(float((theirs - ours).abs().max())),
         tokens_equal=int((greedy == tokens).sum()), mean_kl=mean_kl(ours, theirs), floor_kl=None,
+        mean_difference=_number(float((theirs - ours).abs().mean())),
     )  # fmt: skip
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from harness.fidelity_data import LATER
+
 
 @dataclasses.dataclass(frozen=True)
 class ParityPrompt:
     """One sequence in the engine and in the reference, over the whole vocabulary at every position.
 
-    max_difference: largest difference of a log-probability, nats. tokens_equal: generated tokens that are the reference's
-    argmax as well. mean_kl: KL(reference || engine), nats; floor_kl: KL(reference || the reference in a finer dtype), None
-    where it was not needed. None elsewhere: not a number.
+    max_difference, mean_difference: of a log-probability, nats; the mean is over positions and vocabulary, and None in records
+    from before it was kept. tokens_equal: generated tokens that are the reference's argmax as well. mean_kl: KL(reference ||
+    engine), nats; floor_kl: KL(reference || the reference in a finer dtype), None where it was not needed. None elsewhere: not a
+    number.
     """
 
     input_tokens: int
@@ -21,6 +24,7 @@ class ParityPrompt:
     tokens_equal: int
     mean_kl: float | None
     floor_kl: float | None
+    mean_difference: float | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)

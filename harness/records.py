@@ -269,6 +269,8 @@ class Record:
     model        display name of the model
     checkpoint   identity of the measured weights (hash of the folder's files), so no score is credited to another
     settings     everything that must be equal for two records to be comparable
+    training     of a trained checkpoint: {"seed", "recipe": everything else that decided its weights} (see qad.origin). None: not
+                 trained, or not told
     control      a second measurement of the arm's own weights, to see how far apart two such measurements are; what was
                  changed on purpose (batch size, seed, attention kernel). None: an arm's record
     provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
@@ -285,6 +287,7 @@ class Record:
     data: Data
     schema_version: int = SCHEMA_VERSION
     control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
+    training: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
     def kind(self) -> str:

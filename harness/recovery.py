@@ -34,15 +34,24 @@ from harness.records import MemoryData, Record, TaskScore, arm_order
 from harness.seeds import merge_seeds
 from harness.serving.compare import compare_serving
 from harness.speed import compare_throughput, emulated, failure_shares
+from harness.training_seeds import compare_seeds, seeds_of
 
 
 def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
     """Compare the arms of one model. margin: the share of a score that may be lost, for non-inferiority. Records that are
-    controls give the noise floor of their arm and are no arms; records of one arm under several seeds are one.
+    controls give the noise floor of their arm and are no arms; records of one arm under several seeds are one, and so are
+    weights of one recipe trained under several seeds (harness.training_seeds).
 
-    Raises DataError where accuracy, fidelity or imported records were not made under the same settings, from the same
-    items or text, or where the records of one arm are of different weights; every difference is named.
+    Raises DataError where accuracy, fidelity or imported records were not made under the same settings, from the same items or
+    text, or where the records of one arm are of different weights and not seeds of one recipe; every difference is named.
     """
+    if seeds := seeds_of(records):
+        return compare_seeds(records, seeds, lambda some: _compare(some, margin))
+    return _compare(records, margin)
+
+
+def _compare(records: list[Record], margin: float) -> Comparison:
+    """Where an arm is one checkpoint."""
     controls = [record for record in records if record.control is not None]
     records = merge_seeds([record for record in records if record.control is None])
     kinds = by_kind(records)

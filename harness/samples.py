@@ -9,8 +9,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from qad.errors import DataError
-
 SUFFIX = ".samples.parquet"
 
 
@@ -60,17 +58,6 @@ def write_samples(samples: list[Sample], path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     pq.write_table(table, partial, compression="zstd")
     partial.replace(path)
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Raises DataError where the file is missing or is none of these."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return [Sample(**row) for row in pq.read_table(path, schema=_schema()).to_pylist()]
-    except (OSError, pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"{path} holds no samples ({str(error).splitlines()[0]}): measure the arm again") from error
 
 
 def _text_safe(value: Any) -> Any:

@@ -7,7 +7,8 @@ OUT with the same key (kind, config, contents of the inputs) is reused. The key 
 tool: a differing commit is a warning, not hours of work again.
 
 The manifest (qad_manifest.json) holds: schema_version, kind, status, key, config, config_hash, inputs (name ->
-digest), files (path -> bytes, sha256), digest, producer, environment, argv, created, seconds.
+digest), files (path -> bytes, sha256), digest, producer, environment, argv, created, seconds; of checkpoints and trained arms
+origin (see qad.origin).
 """
 
 from __future__ import annotations
@@ -163,13 +164,15 @@ def run_stage(
     *,
     resumable: bool = False,
     replace: bool = False,
+    origin: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Run a stage, or return the finished one with the same key.
 
     inputs: name -> digest of each input. work: may return the sha256 of files it has hashed already, by path.
     resumable: an OUT.partial of the same key is handed to `work` as it is instead of being emptied. replace: a finished
-    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. Raises ArtifactError for
-    that and for a non-empty OUT without manifest, StorageError when writing fails.
+    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. origin: see qad.origin, for
+    the manifest alone. Raises ArtifactError for another key and for a non-empty OUT without manifest, StorageError when
+    writing fails.
     """
     key = stage_key(kind, config, inputs)
     found = _finished(out, kind, replace)
@@ -186,6 +189,7 @@ def run_stage(
         hashed = work(partial) or {}
         (partial / STAGE_FILE).unlink()
         manifest = _manifest(kind, key, config, inputs, partial, hashed, time.monotonic() - started)
+        manifest |= {"origin": dict(origin)} if origin else {}
         write_whole_json(partial / MANIFEST, manifest)
         _swap(partial, out)
     except (OSError, SafetensorError) as error:

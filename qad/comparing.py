@@ -43,6 +43,7 @@ def compare_arms(
     from reports.details import contrasts
     from reports.numbers import clean
     from reports.render import render
+    from reports.seeds import training_seeds
     from reports.tables import summary_text, table_text
 
     rules = load_policy(policy)
@@ -60,13 +61,15 @@ def compare_arms(
             record_files.write(record, folder / "measure" / f"{name}.json")
         text = json.dumps(_finite(comparisons.to_json(comparison)), indent=1, allow_nan=False)
         (folder / COMPARISON).write_text(text + "\n", encoding="utf-8")
-        render(folder, comparison, records, verdict)
+        render(folder, comparison, read, verdict)
 
     inputs = {name.replace("/", " "): _identity(record) for name, record in _named(read).items()}
     config = {"margin": margin, "policy": rules.model_dump(mode="json")}
     artifact = run_stage(_KIND, out, config, inputs, work, replace=True)
     tests = contrasts(comparison)
-    parts = [summary_text(comparison, records), table_text(tests) if tests else "", *noise_lines(comparison)]
+    trained = training_seeds(comparison)
+    tables = [table_text(table) for table in (tests, trained) if table]
+    parts = [summary_text(comparison, records), *tables, *noise_lines(comparison)]
     if verdict:
         parts.append(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return artifact, "\n\n".join(part for part in parts if part)

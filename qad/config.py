@@ -76,6 +76,9 @@ class Train(_Strict):
     Watch. validate_every: steps between validations; validation_tokens of the validation split choose the best
     checkpoint; after `patience` validations without a better one training stops. save_every: steps between resumable
     states.
+
+    seed: of the order of the training text; None is the recipe's. Runs that differ in it alone are seeds of one recipe, which
+    `qad compare` takes together.
     """
 
     method: Method | list[Method] = "qad"
@@ -106,6 +109,7 @@ class Train(_Strict):
     validation_tokens: Positive = 4096
     patience: Positive | None = None
     save_every: Positive = 10
+    seed: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def methods(self) -> list[Method]:

@@ -90,7 +90,9 @@ def _asked(parser: argparse.ArgumentParser) -> None:
 
 
 def _fidelity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original (required)")
+    parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original of HF_DIR (required)")
+    parser.add_argument("--other-teacher", action="store_true", help="--teacher is another model, on purpose: its records are "
+                        "compared with records of the same reference only")  # fmt: skip
     parser.add_argument(
         "--data",
         type=arguments.text,
@@ -231,7 +233,8 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
     section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
     server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
     measure_folder(args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
-                   teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server)  # fmt: skip
+                   teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server,
+                   other_teacher=getattr(args, "other_teacher", False), say=say)  # fmt: skip
     say(f"record: {args.out}")
     return 0
 

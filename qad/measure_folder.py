@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from qad.engine_choice import EngineChoice
 from qad.errors import UsageError
 from qad.loader import default_device, load_tokenizer, resolve_dtype
 from qad.memory import memory_of, memory_settings
+from qad.origin import reference_of, training_of
 from qad.packing import MINIMUM
 from qad.recording import folder_identity, throughput_settings, write_record
 from qad.scoring import Scoring, ServerChoice, finished, score, score_loaded
@@ -68,12 +70,14 @@ def measure_folder(
     choice: EngineChoice | None = None,
     noise_floor: bool = False,
     server: ServerChoice | None = None,
+    other_teacher: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """One record of one folder, by hand. `section` holds the kind's settings; fidelity needs a teacher. choice: memory as an
     engine reports it, whose log goes beside `out`. noise_floor: the arm's control instead, see `qad.control`. server: a
-    server that has loaded this folder is asked.
+    server that has loaded this folder is asked. other_teacher: the teacher is not the folder's original, on purpose.
 
-    Raises UsageError where there is no teacher, or no control of this kind.
+    Raises UsageError where there is no teacher, or not the folder's own, or no control of this kind.
     """
     if server is not None and noise_floor:
         raise UsageError("--server and --noise-floor: a running server cannot be asked under other conditions")
@@ -89,9 +93,13 @@ def measure_folder(
         found = _throughput(asked, section)
     else:
         assert teacher is not None
-        found = _fidelity(asked, section, teacher)
+        original = open_checkpoint(teacher)
+        reference, told = reference_of(source, original, other_teacher)
+        if told:
+            say(told)
+        found = _fidelity(asked, section, original, reference)
     write_record(out, arm, source.display_name, folder_identity(source), found.settings, found.engine, found.data, started,
-                 found.control)  # fmt: skip
+                 found.control, training_of(source.folder))  # fmt: skip
     finished(out)
 
 
@@ -118,13 +126,15 @@ def _throughput(asked: _Asked, section: Throughput) -> _Measured:
     return _Measured(data, loaded.engine, settings)
 
 
-def _fidelity(asked: _Asked, section: Fidelity, teacher: Path) -> _Measured:
+def _fidelity(asked: _Asked, section: Fidelity, original: Checkpoint, reference: str | None) -> _Measured:
+    """reference: name of a teacher that is not the folder's original; such a record is compared with its like only."""
     from harness.engines.transformers import load
 
-    original, tokenizer = open_checkpoint(teacher), load_tokenizer(teacher)
+    teacher, tokenizer = original.folder, load_tokenizer(original.folder)
     need = Need("test", section.tokens, section.seq_len, MINIMUM)
     docs = Reader(tokenizer, asked.seed).parts(section.data, need)
     sequences, settings = test_sequences(section, docs, tokenizer, asked.seed, original, asked.dtype)
+    settings |= {"reference": reference} if reference else {}
     if asked.server is not None:
         from harness.topk import measure_topk
 

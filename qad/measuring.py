@@ -17,6 +17,7 @@ from qad.distances import measure_distances, test_sequences
 from qad.engine_choice import run_engine
 from qad.errors import EngineError, LoadToolError, UsageError
 from qad.memory import memory_of, memory_settings
+from qad.origin import training_of
 from qad.packing import Sequences
 from qad.recording import throughput_settings, write_record
 from qad.scoring import Scoring, finished, score_loaded
@@ -225,7 +226,8 @@ class Measuring:
     ) -> None:  # fmt: skip
         path = self._path(data.KIND, arm, again=control is not None)
         name = self.job.source.display_name
-        write_record(path, arm, name, self._identity(arm), settings, engine, data, started, control)
+        training = training_of(self._folder(arm))
+        write_record(path, arm, name, self._identity(arm), settings, engine, data, started, control, training)
 
 
 def release() -> None:
@@ -249,5 +251,7 @@ def accuracy_alone(
     scoring, started, path = Scoring.of(Accuracy.model_validate(section), seed), time.monotonic(), Path(record)
     loaded = load(Path(folder), dtype, device)
     data = score_loaded(loaded, scoring, checkpoint, path)
-    write_record(path, arm, model, checkpoint, {**scoring.settings, "dtype": dtype}, loaded.engine, data, started)
+    settings = {**scoring.settings, "dtype": dtype}
+    training = training_of(Path(folder))
+    write_record(path, arm, model, checkpoint, settings, loaded.engine, data, started, training=training)
     finished(path)

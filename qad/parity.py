@@ -49,7 +49,7 @@ def measure_parity(
         scores, data = _compare(folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager)
     settings = {
         "engine": engine, "dtype": dtype, "eager": eager, "new_tokens": new_tokens, "long_tokens": long_tokens,
-        "kv_cache": "compute dtype",
+        "kv_cache": "compute dtype", "layout": layout_of(source.config),
     }  # fmt: skip
     described = dataclasses.replace(describe(scores.log, scores.version, folder), dtype=dtype, device=scores.device)
     write_record(out, arm, source.display_name, folder_identity(source), settings, described, data, started)
@@ -133,6 +133,11 @@ def unequal_scales(folder: Path) -> list[str]:
         for group in groups[kind](found)
         if len({found[module] for module in group}) > 1
     ]
+
+
+def layout_of(config: dict[str, Any]) -> str:
+    """What a checkpoint calls its layout; a folder that is not quantized has none."""
+    return str((config.get("quantization_config") or {}).get("quant_method") or "not quantized")
 
 
 def plain_cache(folder: Path) -> dict[str, Any]:

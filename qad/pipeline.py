@@ -129,17 +129,17 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     from reports.tables import summary_text
 
     rules = load_policy(policy)
-    records = load_records(out)
-    if not records:
+    every = load_records(out)
+    if not every:
         raise ArtifactError(
             f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
         )
     require_own(out)
-    comparison = compare(records)
-    records = [record for record in records if record.control is None]
+    comparison = compare(every)
+    records = [record for record in every if record.control is None]
     verdict = verdict_on(comparison, rules)
     try:
-        paths = render(out, comparison, records, verdict)
+        paths = render(out, comparison, every, verdict)
         _complete_cards(out, comparison, records)
     except OSError as error:
         raise StorageError(

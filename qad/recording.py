@@ -41,14 +41,16 @@ def write_record(
     data: Data,
     started: float,
     control: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
 ) -> None:
-    """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control: see `Record`."""
+    """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control, training: see
+    `Record`."""
     from harness import records
 
     record = records.Record(
         arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
         provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data, control=control,
+        data=data, control=control, training=training,
     )  # fmt: skip
     keep(record, path)
 

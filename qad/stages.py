@@ -18,7 +18,7 @@ from qad.artifact import Artifact, open_artifact, run_stage
 from qad.calibrate import Calibration, calibrate
 from qad.compiled import compilation
 from qad.config import Method, Recipe
-from qad.data_config import Data, Generations
+from qad.data_config import Data, Generations, RandomTokens
 from qad.errors import SourceError, UsageError
 from qad.finite import first_not_finite
 from qad.formats import FP8
@@ -38,7 +38,7 @@ from qad.state import discard_state
 from qad.streamed import streamed_model
 from qad.student import Student
 from qad.teacher_cache import TeacherCache, write_teacher_cache
-from qad.text import Part, require_disjoint
+from qad.text import Part, digest_documents, require_disjoint
 from qad.train import Trainer
 
 METRICS = "metrics.jsonl"
@@ -76,6 +76,11 @@ class Job:
         """What every computed stage depends on beside its own section."""
         return {"seed": self.recipe.seed, "dtype": self.dtype, "device": self.device}
 
+    @property
+    def train_seed(self) -> int:
+        """Of the order of the training text."""
+        return self.recipe.seed if self.recipe.train.seed is None else self.recipe.train.seed
+
     def calibration_windows(self) -> Windows:
         section = self.recipe.calibrate
         return pack(
@@ -85,7 +90,7 @@ class Job:
     def train_windows(self) -> Windows:
         section = self.recipe.train
         return pack(
-            self.text["train"], self.tokenizer, section.windows, section.seq_len, self.recipe.seed, "training",
+            self.text["train"], self.tokenizer, section.windows, section.seq_len, self.train_seed, "training",
             section.loss_on,
         )  # fmt: skip
 
@@ -189,7 +194,10 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
     if arm == "ptq":
         return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": recipe.section("calibrate"),
                 "seed": recipe.seed}  # fmt: skip
-    return {"arm": arm, "train": {**recipe.section("train"), "method": arm}, "seed": recipe.seed}
+    train = {**recipe.section("train"), "method": arm}
+    if train["seed"] is None:  # as before there was one: finished arms keep their key
+        del train["seed"]
+    return {"arm": arm, "train": train, "seed": recipe.seed}
 
 
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
@@ -288,7 +296,7 @@ def trained_arm(
         )
         kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
         objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
-        trainer = Trainer(student, objective, train, validation, section, job.recipe.seed, folder, live, watch)
+        trainer = Trainer(student, objective, train, validation, section, job.train_seed, folder, live, watch)
         masters = trainer.run()
         discard_state(folder)
         progress = dataclasses.asdict(trainer.progress)
@@ -301,7 +309,24 @@ def trained_arm(
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 
-    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace)
+    origin = {"source": job.source.digest, "training": _training(job, method)}
+    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
+
+
+def _training(job: Job, method: Method) -> dict[str, Any]:
+    """The seed of a training, and everything else that decides its weights. Text that the seed draws is part of the seed."""
+    train = {name: value for name, value in job.recipe.section("train").items() if name != "seed"}
+    drawn = (RandomTokens, Generations)
+    asked = {need.role: data for data, need in _needs(job.recipe) if need.role != "test"}
+    text = {
+        role: digest_documents(job.text[role])
+        for role, data in asked.items()
+        if not any(isinstance(part, drawn) for part in data.root)
+    }
+    recipe = {"train": {**train, "method": method}, "quantize": job.recipe.section("quantize"),
+              "calibrate": job.recipe.section("calibrate"), "text": text, "source": job.source.digest,
+              "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
+    return {"seed": job.train_seed, "recipe": recipe}
 
 
 def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> TeacherCache | None:

@@ -14,10 +14,11 @@ from harness.records import Engine, MemoryData, Record, ThroughputPoint
 from harness.verdict import Verdict
 from reports import items, origin
 from reports.load import Run, SplitText, Step
+from reports.parity import Parity, parity_of
 from reports.parts import Banner, Document
 from reports.tables import memory_of, points_of
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class RecordFacts:
-    """A record without its data. sha256: of its canonical JSON."""
+    """A record without its data. sha256: of its canonical JSON. control: what was changed on purpose for a second measurement of
+    the arm's weights, which gives the noise floor; null: an arm's record. training: seed and recipe
+    of a trained checkpoint."""
 
     kind: str
     sha256: str
@@ -64,12 +67,15 @@ class RecordFacts:
     created: str
     seconds: float
     schema_version: int
+    control: dict[str, Any] | None
+    training: dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """report.json. memory, throughput: keyed by arm. training: lines of metrics.jsonl; training_of: of the other trained
-    arms. manifests: path inside the run -> that stage's manifest. changed: by benchmark and arm."""
+    """report.json. memory, throughput, parity: keyed by arm. training: lines of metrics.jsonl; training_of: of the other trained
+    arms. manifests: path inside the run -> that stage's manifest. changed: by benchmark and arm.
+    not_measured: everything a report can show that the records do not hold."""
 
     schema_version: int
     title: str
@@ -81,6 +87,7 @@ class Contents:
     changed: list[Changes]
     memory: dict[str, ArmMemory]
     throughput: dict[str, list[ThroughputPoint]]
+    parity: dict[str, Parity]
     training: list[Step]
     training_of: dict[str, list[Step]]
     not_measured: list[Missing]
@@ -94,9 +101,11 @@ def contents(
     document: Document,
     comparison: Comparison,
     records: list[Record],
+    others: list[Record],
     run: Run,
     verdict: Verdict | None,
     pairs: list[items.Pair],
+    missing: list[tuple[str, str]],
 ) -> dict[str, Any]:
     """Plain JSON types."""
     value = Contents(
@@ -110,12 +119,13 @@ def contents(
         changed=_changes(pairs),
         memory={arm: _memory(data) for arm, data in memory_of(records).items()},
         throughput=points_of(records),
+        parity=parity_of(records),
         training=run.steps,
         training_of=run.other_steps,
-        not_measured=[Missing(what, why) for what, why in run.missing],
+        not_measured=[Missing(what, why) for what, why in missing],
         recipe=run.recipe,
         text=run.text,
-        records=[_facts(record) for record in records],
+        records=[_facts(record) for record in [*records, *others]],
         manifests=run.manifests,
     )
     plain: dict[str, Any] = finite(dataclasses.asdict(value))

@@ -174,22 +174,41 @@ def qad_against_ptq(comparison: Comparison) -> Table | None:
     return Table("QAD against PTQ, paired by sequence", ["", "Share", "n"], [Group("", rows)]) if rows else None
 
 
-def validation(steps: list[Step]) -> Table | None:
-    """Validation KL, at most 12 lines: the first, the best, the last, and some between."""
+def validation(logs: dict[str, list[Step]]) -> Table | None:
+    """Validation KL of every trained arm, at most 12 lines each: the first, the best, the last, and some between."""
+    groups = [group for arm, steps in logs.items() if (group := _validations(arm, steps))]
+    if not groups:
+        return None
+    columns = ["", "Training tokens", "Validation KL, nats", "Training KL of that step, nats"]
+    note = (
+        "Forward KL to the teacher at temperature 1 on the validation split, of the student as it would be deployed. The best "
+        "is kept: the lowest KL, of QAT the lowest cross-entropy."
+    )
+    return Table("Validations", columns, groups, note)
+
+
+def _validations(arm: str, steps: list[Step]) -> Group | None:
     found = [step for step in steps if step.val_kl is not None]
     if not found:
         return None
-    best = min(found, key=lambda s: s.val_kl if s.val_kl is not None else math.inf)
+    best = min(found, key=_chosen_by)
     stride = max(1, math.ceil(len(found) / 10))
     shown = [s for i, s in enumerate(found) if i % stride == 0 or s in (best, found[-1])]
     rows = []
     for step in shown:
         marks = (("PTQ start",) if step.step == 0 else ()) + (("best",) if step is best else ())
-        values = [Cell(f"{step.tokens:,}"), Cell(significant(step.val_kl or 0.0), "", marks), _optional(step.kl)]
+        own = "" if step.val_cross_entropy is None else f"cross-entropy {significant(step.val_cross_entropy)}"
+        value = Cell(significant(step.val_kl or 0.0), own, marks)
+        values = [Cell(f"{step.tokens:,}"), value, _optional(step.kl)]
         rows.append(Row(f"Step {step.step:,}", values))
-    columns = ["", "Training tokens", "Validation KL, nats", "Training KL of that step, nats"]
-    note = f"{len(found)} validations, {len(rows)} shown." if len(rows) < len(found) else f"{len(found)} validations."
-    return Table("Validations", columns, [Group("", rows)], note)
+    count = plural(len(found), "validation")
+    return Group(f"{arm_name(arm)}: {count}{f', {len(rows)} shown' if len(rows) < len(found) else ''}", rows)
+
+
+def _chosen_by(step: Step) -> float:
+    """What the kept checkpoint has the least of."""
+    value = step.val_kl if step.val_cross_entropy is None else step.val_cross_entropy
+    return math.inf if value is None else value
 
 
 def _optional(value: float | None) -> Cell:

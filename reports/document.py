@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from harness.comparison import Comparison
-from harness.records import ARMS, MemoryData, Record
+from harness.records import ARMS, Record
 from harness.verdict import Verdict
-from reports import capacity, details, figures, origin, serving, strata, tables
+from reports import capacity, checked, details, figures, origin, parity, seeds, serving, strata, tables
 from reports.load import Run
 from reports.numbers import clean, people_list
-from reports.outcome import arm_name, banners, outcome, verdict_banner
+from reports.outcome import QAD, arm_name, banners, outcome, verdict_banner
 from reports.parts import Block, Code, Document, Notes, Section, Text
 
 RECIPE_LIMIT = 100_000
@@ -47,6 +47,12 @@ METHOD = [
         "allows benchmarks to be equal (a product partition model). In simulation of 11 benchmarks it covers 98–100 % where "
         "they are alike, 94–99 % where they scatter or fall into groups, 85–98 % where their errors differ tenfold besides. It "
         "is about these benchmarks, not others.",
+    ),
+    (
+        "Training seeds",
+        "Checkpoints of one recipe that were trained under several seeds are one arm. Its numbers are means over seeds; their "
+        "intervals add what lies between seeds (Student’s t over seeds) to what lies between items, and a difference is tested "
+        "with Student’s t over seeds.",
     ),
     (
         "Tests",
@@ -92,11 +98,13 @@ METHOD = [
 
 
 def document(
-    run: Run, comparison: Comparison, records: list[Record], verdict: Verdict | None, changed: list[Block]
-) -> Document:
+    run: Run, comparison: Comparison, records: list[Record], others: list[Record], verdict: Verdict | None,
+    changed: list[Block], missing: list[tuple[str, str]],
+) -> Document:  # fmt: skip
     """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`).
 
-    changed: the parts on single benchmarks and their items (`items.on_page`).
+    others: of further training seeds, and second measurements for the noise floor. changed: the parts on single benchmarks
+    and their items (`items.on_page`). missing: what was not measured, and why (`missing.not_measured`).
     """
     base = [record for record in records if record.arm == ARMS[0]] or records  # the others may be named after a folder
     models = [clean(name) for name in dict.fromkeys(record.model for record in base)]
@@ -111,13 +119,15 @@ def document(
         ),
         Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
-        Section("training", "Training", _training(run)),
+        Section("training", "Training", _training(run, comparison)),
         Section("memory", "Size and memory", _memory(comparison, records)),
         Section("speed", "Speed", _speed(comparison, records)),
-        Section("missing", "What was not measured, and why", _missing(run, comparison, records)),
+        Section("parity", "Parity of an engine", _kept(parity.parity(records)) or [_nothing("Parity")]),
+        Section("checked", "What each arm was checked with", _kept(checked.checked(run, comparison, records, others))),
+        Section("missing", "What was not measured, and why", [Notes(missing)]),
         Section("recipe", "Recipe and text", _recipe(run)),
         Section("method", "Method", [Notes(METHOD)]),
-        Section("provenance", "Provenance", origin.provenance(records, run)),
+        Section("provenance", "Provenance", origin.provenance(records, others, run)),
     ]
     return Document(
         title=people_list(models) if models else "No model",
@@ -160,10 +170,11 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
     return blocks or [_nothing("Fidelity")]
 
 
-def _training(run: Run) -> list[Block]:
-    return _kept(figures.training(run.steps, run.other_steps), details.validation(run.steps)) or [
-        _nothing("The training curve")
-    ]
+def _training(run: Run, comparison: Comparison) -> list[Block]:
+    logs = {QAD: run.steps, **run.other_steps}
+    return _kept(
+        figures.training(run.steps, run.other_steps), details.validation(logs), seeds.training_seeds(comparison)
+    ) or [_nothing("The training curve")]
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -183,39 +194,6 @@ def _speed(comparison: Comparison, records: list[Record]) -> list[Block]:
         details.speed(comparison, records), serving.pareto_figure(comparison, records),
         serving.serving_table(comparison, records), serving.serving_notes(records),
     ) or [_nothing("Speed")]  # fmt: skip
-
-
-def _missing(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:
-    items = [(_capital(clean(what)), clean(why, 300)) for what, why in run.missing]
-    items += [(f"Scores of {arm_name(arm)}", f"imported from {clean(source, 200)}") for arm, source in
-              comparison.sources.items()]  # fmt: skip
-    items += [("Left out", clean(note, 300)) for note in comparison.not_compared]
-    items += [(f"Exact KL of {arm_name(arm)}", f"not measured: what is shown is a bound of it, {clean(row.bound, 200)}")
-              for arm, row in comparison.fidelity.items() if row.bound]  # fmt: skip
-    if cached := _quantized_caches(records):
-        items.append(
-            (f"Quantized KV cache of {people_list(cached)}", "not measured: transformers keeps K and V as they are")
-        )
-    if not comparison.noise_floor:
-        items.append(
-            ("Noise floor", "not measured: no arm was run against itself, so nothing tells how much a rerun moves")
-        )
-    if capacity.serving(comparison.arms, records) is None:
-        items.append(("Memory while serving", "not measured: KV capacity and peak memory need a serving engine"))
-    return [Notes(items)]
-
-
-def _quantized_caches(records: list[Record]) -> list[str]:
-    """Arms whose folder announces a quantized KV cache, where transformers, which does without, told their quality."""
-    announced = {
-        r.arm for r in records if isinstance(r.data, MemoryData) and r.data.cache and r.data.cache.kv_dtype != "bf16"
-    }
-    here = {r.arm for r in records if r.kind in ("accuracy", "fidelity") and r.engine.name == "transformers"}
-    return [arm_name(arm) for arm in dict.fromkeys(r.arm for r in records) if arm in announced & here]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _recipe(run: Run) -> list[Block]:

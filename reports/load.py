@@ -11,6 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from harness import records
 from harness.records import ARMS, Record
 
@@ -23,7 +25,8 @@ MANIFEST = "qad_manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of metrics.jsonl. kl, val_kl: nats per token; None where the line has none."""
+    """One line of metrics.jsonl. kl, val_kl, val_cross_entropy (which picks the checkpoint of QAT): nats per token; None where
+    the line has none."""
 
     step: int
     tokens: int
@@ -31,6 +34,7 @@ class Step:
     lr: float | None
     tokens_per_s: float | None
     val_kl: float | None
+    val_cross_entropy: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Run:
     """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is
     none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
-    missing: (what was not measured, why), in the order of the report.
+    missing: (what was not measured, why), in the order of the report. measure: that section of the recipe, {} where it is
+    not known. samples: files of samples under RUN/measure, as qad/accuracy.samples.parquet.
     """
 
     steps: list[Step]
@@ -62,6 +67,12 @@ class Run:
     missing: list[tuple[str, str]]
     text: list[SplitText] = dataclasses.field(default_factory=list)
     other_steps: dict[str, list[Step]] = dataclasses.field(default_factory=dict)
+    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    samples: frozenset[str] = frozenset()
+
+    def unasked(self, kind: str) -> str:
+        """Why a kind of measurement is not there, where the recipe tells; else ""."""
+        return "" if self.measure.get(kind, True) else f"not measured: the recipe does not ask for it (measure.{kind})"
 
 
 def load_records(run: Path) -> list[Record]:
@@ -71,14 +82,27 @@ def load_records(run: Path) -> list[Record]:
 
 def load_run(run: Path, given: list[Record]) -> Run:
     """The rest of the folder. given: the records the report is about; what they lack is listed as missing."""
-    missing = _missing_records(run, given)
-    steps = _steps(run / METRICS, missing)
     recipe = _text(run / RECIPE)
+    measure = _measure(recipe)
+    missing = _missing_records(run, given, measure)
+    steps = _steps(run / METRICS, missing)
     if not recipe:
         missing.append(("recipe", f"not known: the run holds no {RECIPE}"))
     others = {path.stem.partition("-")[2]: _read_steps(path)[0] for path in sorted(run.glob(OTHER_METRICS))}
     others = {arm: found for arm, found in others.items() if found}
-    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others)
+    measured = run / "measure"
+    samples = frozenset(p.relative_to(measured).as_posix() for p in measured.glob("*/*.samples.parquet"))
+    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples)
+
+
+def _measure(recipe: str) -> dict[str, Any]:
+    """The section of a recipe that says what is measured."""
+    try:
+        raw = yaml.safe_load(recipe)
+    except (yaml.YAMLError, ValueError):
+        return {}
+    section = raw.get("measure") if isinstance(raw, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _paths(run: Path) -> list[Path]:
@@ -93,7 +117,7 @@ def _read(path: Path) -> Record | str:
         return str(error.__cause__ or error)
 
 
-def _missing_records(run: Path, given: list[Record]) -> list[tuple[str, str]]:
+def _missing_records(run: Path, given: list[Record], measure: dict[str, Any]) -> list[tuple[str, str]]:
     have = {(record.arm, record.kind) for record in given}
     damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
     arms = [*ARMS, *sorted({arm for arm, _ in {*have, *damaged}} - set(ARMS))]
@@ -106,7 +130,9 @@ def _missing_records(run: Path, given: list[Record]) -> list[tuple[str, str]]:
                 continue
             if kind == "throughput" and (arm, "serving") in have:  # speed was measured at a server
                 continue
-            why = f"the record cannot be read ({damage})" if damage else "there is no record"
+            unasked = kind in measure and not measure[kind]
+            absent = f"the recipe does not ask for it (measure.{kind})" if unasked else "there is no record"
+            why = f"the record cannot be read ({damage})" if damage else absent
             missing.append((f"{kind} of {arm}", f"not measured: {why}"))
     return missing
 
@@ -136,7 +162,7 @@ def _read_steps(path: Path) -> tuple[list[Step], int]:
     return [found[step] for step in sorted(found)], broken
 
 
-_CURVES = ("kl", "lr", "tokens_per_s", "val_kl")
+_CURVES = ("kl", "lr", "tokens_per_s", "val_kl", "val_cross_entropy")
 
 
 def _number(value: Any) -> float | None:

@@ -14,8 +14,9 @@ from reports.outcome import arm_name, engine_tags
 from reports.parts import Block, Cell, Group, Notes, Row, Table, Text
 
 
-def provenance(records: list[Record], run: Run) -> list[Block]:
-    blocks: list[Block] = [_records(records), _checkpoints(records), *_producers(records)]
+def provenance(records: list[Record], others: list[Record], run: Run) -> list[Block]:
+    every = [*records, *others]
+    blocks: list[Block] = [_records(every), _checkpoints(every), *_producers(every)]
     if run.manifests:
         blocks.append(_manifests(run))
     return blocks
@@ -45,9 +46,17 @@ def _records(records: list[Record]) -> Table:
         path = f"{clean(engine.kernel_path, 120)}{f', on {clean(engine.device, 60)}' if engine.device else ''}"
         when = Cell(clean(record.created, 30), f"{record.seconds:,.0f} s")
         cells = [Cell(record.kind), Cell(how, path, engine_tags(engine)), when, Cell(record_hash(record)[:16])]
-        rows.append(Row(arm_name(record.arm), cells))
+        rows.append(Row(arm_name(record.arm), cells, _about(record)))
     columns = ["", "Record", "Engine", "Made", "sha256 of the record"]
     return Table("Records", columns, [Group("", rows)], "Hashes are cut to 16 digits.", align="left", breakable=True)
+
+
+def _about(record: Record) -> str:
+    """What was changed on purpose for a second measurement; the seed of a training."""
+    if record.control is None:
+        return f"training seed {clean(record.training.get('seed'), 20)}" if record.training else ""
+    changed = ", ".join(f"{clean(name, 40)} {clean(value, 40)}" for name, value in record.control.items())
+    return f"again, for the noise floor: {changed or 'nothing changed'}"
 
 
 def _checkpoints(records: list[Record]) -> Table:
@@ -72,7 +81,7 @@ def _producers(records: list[Record]) -> list[Block]:
     for record in records:
         facts = {key: value for key, value in record.provenance.items() if key != "argv"}
         entry = groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (record.provenance, []))
-        entry[1].append(f"{record.kind} of {arm_name(record.arm)}")
+        entry[1].append(f"{record.kind} of {arm_name(record.arm)}{', again' if record.control is not None else ''}")
     blocks: list[Block] = []
     for facts, names in groups.values():
         which = "All records" if len(groups) == 1 else ", ".join(names)

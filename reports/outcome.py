@@ -97,8 +97,16 @@ def verdict_banner(verdict: Verdict | None) -> Banner | None:
 
 def banners(comparison: Comparison, records: list[Record], steps: list[Step]) -> list[Banner]:
     """Warnings first."""
-    found = [*_collapsed(comparison), *_training(comparison, steps), *_emulated(records), *_smoke(comparison)]
+    found = [*_collapsed(comparison), *_training(comparison, steps), *_reference(records), *_emulated(records)]
+    found += _smoke(comparison)
     return sorted(found, key=lambda banner: banner.level != "warning")
+
+
+def _reference(records: list[Record]) -> list[Banner]:
+    """A distance from another model than the arms' original is not what everybody will take it for."""
+    names = dict.fromkeys(clean(r.settings["reference"], 60) for r in records if r.settings.get("reference"))
+    text = f"Fidelity was measured against {people_list(list(names))}, which is not the BF16 original of these arms."
+    return [Banner("caution", "Another reference", text)] if names else []
 
 
 def emulated_arms(records: list[Record]) -> list[str]:

@@ -17,10 +17,11 @@ from markupsafe import Markup, escape
 from harness.comparison import Comparison
 from harness.records import Record
 from harness.verdict import Verdict
-from reports import items, origin
+from reports import items, origin, seeds
 from reports.contents import contents
 from reports.document import document
 from reports.load import load_run
+from reports.missing import not_measured
 from reports.parts import Document
 from reports.rows import table_files
 
@@ -33,13 +34,19 @@ _BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 def render(run: Path, comparison: Comparison, records: list[Record], verdict: Verdict | None = None) -> list[Path]:
     """Write HTML, Markdown, JSON and tables (each aside, then renamed) and return their paths, in that order.
 
-    verdict: what harness.gate says of the comparison, shown first; None where there was nothing to judge.
+    records: the arms', and controls (second measurements, for the noise floor). verdict: what harness.gate says of the
+    comparison, shown first; None where there was nothing to judge.
     """
-    records = origin.ordered(records)
+    every = origin.ordered(records)
+    controls = [record for record in every if record.control is not None]
+    records, further = seeds.first_and_further(comparison, [record for record in every if record.control is None])
     loaded = load_run(run, records)
     pairs = items.pairs(records)
-    page = document(loaded, comparison, records, verdict, items.on_page(run, comparison, pairs))
-    raw = contents(page, comparison, records, loaded, verdict, pairs)
+    missing = not_measured(loaded, comparison, records)
+    changed = items.on_page(run, comparison, pairs)
+    others = [*further, *controls]
+    page = document(loaded, comparison, records, others, verdict, changed, missing)
+    raw = contents(page, comparison, records, others, loaded, verdict, pairs, missing)
     files = {
         "report.html": html(page).encode(),
         "report.md": markdown(page).encode(),

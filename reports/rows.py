@@ -1,8 +1,8 @@
 """The numbers as flat tables for other programs: RUN/report/tables/NAME.csv and NAME.parquet, the same rows in both.
 
-estimates: every number of the comparison with its interval. items: every item beside BF16's. memory, throughput,
-training: the raw values. Numbers are unrounded. Text in Parquet is as it was; in CSV it is one visible line that no
-spreadsheet takes for a formula.
+estimates: every number of the comparison with its interval. items: every item beside BF16's. memory, throughput, training: the
+raw values. parity: an engine beside the torch reference, a row a prompt and a row a Linear. Numbers are unrounded. Text in
+Parquet is as it was; in CSV it is one visible line that no spreadsheet takes for a formula.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harness.records import Record
 from reports.items import Pair
 from reports.load import Run
 from reports.numbers import clean
+from reports.parity import parity_of
 from reports.tables import memory_of, points_of
 
 _FORMULA = ("=", "+", "-", "@")
@@ -26,13 +27,32 @@ _NUMBERS: dict[str, dict[str, type]] = {
     "items": {"repeat": int, "bf16": float, "score": float},
     "memory": {"bytes": int},
     "throughput": {"batch": int, "input_tokens": int, "output_tokens": int, "repeat": int, "tokens_per_s": float},
-    "training": {"step": int, "tokens": int, "kl": float, "lr": float, "tokens_per_s": float, "val_kl": float},
+    "parity": {
+        "prompt": int,
+        "input_tokens": int,
+        "output_tokens": int,
+        "tokens_equal": int,
+        "max_difference": float,
+        "mean_difference": float,
+        "mean_kl": float,
+        "floor_kl": float,
+    },
+    "training": {
+        "step": int,
+        "tokens": int,
+        "kl": float,
+        "lr": float,
+        "tokens_per_s": float,
+        "val_kl": float,
+        "val_cross_entropy": float,
+    },
 }
 _TEXTS: dict[str, list[str]] = {
     "estimates": ["quantity", "arm", "against", "benchmark", "metric", "filter", "unit", "method", "note"],
     "items": ["task", "filter", "metric", "arm", "doc_hash", "prompt_hash", "cluster", "change"],
     "memory": ["arm", "class"],
     "throughput": ["arm", "phase"],
+    "parity": ["arm", "engine", "version", "kernel", "layout", "verdict", "module"],
     "training": ["arm"],
 }
 
@@ -53,12 +73,25 @@ def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: 
              "output_tokens": p.output_tokens, "repeat": repeat, "tokens_per_s": rate}
             for arm, points in points_of(records).items() for p in points for repeat, rate in enumerate(p.tokens_per_s)
         ],
+        "parity": list(_parity(records)),
         "training": [{"arm": arm, **dataclasses.asdict(step)} for arm, found in steps.items() for step in found],
     }  # fmt: skip
     files = {}
     for name, entries in rows.items():
         files[f"{name}.csv"], files[f"{name}.parquet"] = _csv(name, entries), _parquet(name, entries)
     return files
+
+
+def _parity(records: list[Record]) -> Iterator[dict[str, Any]]:
+    """A row a prompt, whose difference is of a log-probability in nats, and a row a Linear, whose is of its largest output."""
+    for arm, found in parity_of(records).items():
+        engine = found.engine
+        facts = {"arm": arm, "engine": engine.name, "version": engine.version, "kernel": engine.kernel_path,
+                 "layout": found.layout or "", "verdict": "holds" if found.holds else "fails"}  # fmt: skip
+        for number, prompt in enumerate(found.data.prompts):
+            yield {**facts, "prompt": number, **dataclasses.asdict(prompt)}
+        for layer in found.data.layers:
+            yield {**facts, "module": layer.module, "max_difference": layer.max_difference}
 
 
 def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:

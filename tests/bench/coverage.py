@@ -1,6 +1,6 @@
 """What the stated intervals and tests do in simulation, large: python tests/bench/coverage.py [SIMULATIONS].
 
-Coverage of 95 % intervals, share of false alarms of 5 % tests. Minutes at the default 2,000 (medians: a fifth of that).
+Coverage of 95 % intervals, share of false alarms of 5 % tests. Minutes at the default 2,000 (medians: a fifth of that, from items: a twentieth).
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from test_coverage import draw, truth
 
 from harness import intervals, medians, paired_tests, resampling
-from harness.intervals import Floats, Interval
+from harness.intervals import Floats, Interval, Ints
 
 SUITE = np.array([0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012])
 MARGIN = 0.05
+# Questions, answers to each, BF16's score: eleven benchmarks of the sizes that are published.
+PUBLISHED = [
+    (30, 64, 0.9), (198, 8, 0.75), (454, 8, 0.7), (338, 8, 0.4), (300, 5, 0.7), (12_032, 1, 0.78), (1000, 1, 0.6),
+    (500, 4, 0.85), (114, 4, 0.5), (100, 16, 0.4), (2158, 1, 0.12),
+]  # fmt: skip
 
 
 def holds(found: Interval, true: float) -> bool:
@@ -64,6 +69,7 @@ def suites(simulations: int) -> None:
         "scattered by .03": lambda rng, k: 1 + 0.03 * rng.standard_normal(k),
         "scattered by .1": lambda rng, k: 1 + 0.1 * rng.standard_normal(k),
         "two groups .04 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.96, 1.0)),
+        "two groups .06 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.94, 1.0)),
         "two groups .1 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.9, 1.0)),
         "four groups .2 apart": lambda rng, k: rng.permutation(1 - 0.2 * (np.arange(k) * 4 // k)),
         "one collapsed": lambda rng, k: rng.permutation(np.where(np.arange(k) < 1, 0.3, 1.0)),
@@ -75,31 +81,85 @@ def suites(simulations: int) -> None:
     ):
         for scatter, true_values in scatters.items():
             suite(simulations, f"{name}, {scatter}", errors, true_values)
+        for one, other in (("two groups .06 apart", "alike"), ("scattered by .03", "two groups .04 apart")):
+            suite(simulations, f"{name}, {one} beside {other}", errors, scatters[one], scatters[other])
 
 
 def suite(
-    simulations: int, label: str, errors: Floats, true_values: Callable[[np.random.Generator, int], Floats]
-) -> None:
-    """Two arms with the same true values and errors that correlate by half, as those of paired arms do."""
+    simulations: int, label: str, errors: Floats, true_values: Callable[[np.random.Generator, int], Floats],
+    other: Callable[[np.random.Generator, int], Floats] | None = None,
+) -> None:  # fmt: skip
+    """Two arms with the same true values, or with others, and errors that correlate by half, as those of paired arms do."""
     rng = np.random.default_rng(len(label))
     k, draws = len(errors), medians.RESAMPLES
     hits, widths = np.zeros(2), []
     for _ in range(simulations):
-        true = true_values(rng, k)
+        first = true_values(rng, k)
+        trues = (first, other(rng, k) if other else first)
         arms, deviations = [], []
         shared, shared_draws = rng.standard_normal(k), rng.standard_normal((k, draws))
-        for _arm in range(2):
+        for true in trues:
             own, own_draws = rng.standard_normal(k), rng.standard_normal((k, draws))
             arms.append((true + errors * (shared + own) / math.sqrt(2)).tolist())
             deviations.append(list(errors[:, None] * (shared_draws + own_draws) / math.sqrt(2)))
         found = medians.median_interval(arms[0], deviations[0], 0)
         gain = medians.median_difference_interval(arms[0], deviations[0], arms[1], deviations[1], 0)
-        hits += [holds(found, float(np.median(true))), holds(gain, 0.0)]
+        one, two = (float(np.median(true)) for true in trues)
+        hits += [holds(found, one), holds(gain, one - two)]
         assert found.low is not None
         assert found.high is not None
         widths.append(found.high - found.low)
     shares = " ".join(f"{value / simulations:.3f}" for value in hits)
-    print(f"{label:40s} | {shares} | {100 * float(np.median(widths)):.1f} points", flush=True)
+    print(f"{label:60s} | {shares} | {100 * float(np.median(widths)):.1f} points", flush=True)
+
+
+def published(simulations: int) -> None:
+    """From items: what `paired_ratio_deviations` makes of two arms' answers beside the baseline's."""
+    print("suite of published sizes, true recoveries | coverage of the median, of the difference of two; widths")
+    scatters: dict[str, Callable[[np.random.Generator, int], Floats]] = {
+        "alike": lambda _rng, k: np.full(k, 0.99),
+        "scattered by .01": lambda rng, k: 0.99 + 0.01 * rng.standard_normal(k),
+        "scattered by .03": lambda rng, k: 0.97 + 0.03 * rng.standard_normal(k),
+        "two groups .04 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.96, 1.0)),
+        "one collapsed": lambda rng, k: rng.permutation(np.where(np.arange(k) < 1, 0.3, 1.0)),
+    }
+    for name, true_values in scatters.items():
+        rng = np.random.default_rng(len(name))
+        hits, widths = np.zeros(2), np.zeros((simulations, 2))
+        for number in range(simulations):
+            true = true_values(rng, len(PUBLISHED))
+            values: list[list[float]] = [[], []]
+            deviations: list[list[Floats]] = [[], []]
+            for stream, (n, repeats, right) in enumerate(PUBLISHED):
+                noise = 0.4
+                shift = (ndtri(right) - float(ndtri(right * true[stream]))) * math.sqrt(1 + noise**2)
+                base, arms, cluster = answers(rng, n, repeats, right, noise, shift)
+                for arm in range(2):
+                    found = medians.paired_ratio_deviations(arms[arm], base, cluster, stream, arm)
+                    assert found is not None
+                    values[arm].append(float(arms[arm].mean() / base.mean()))
+                    deviations[arm].append(found)
+            found_median = medians.median_interval(values[0], deviations[0], 0)
+            gain = medians.median_difference_interval(values[0], deviations[0], values[1], deviations[1], 0)
+            hits += [holds(found_median, float(np.median(true))), holds(gain, 0.0)]
+            for place, one in enumerate((found_median, gain)):
+                assert one.low is not None
+                assert one.high is not None
+                widths[number, place] = one.high - one.low
+        shares = " ".join(f"{value / simulations:.3f}" for value in hits)
+        points = " ".join(f"{100 * value:.1f}" for value in np.median(widths, axis=0))
+        print(f"{name:24s} | {shares} | {points} points", flush=True)
+
+
+def answers(
+    rng: np.random.Generator, n: int, repeats: int, right: float, noise: float, shift: float
+) -> tuple[Floats, list[Floats], Ints]:
+    """Scores of the baseline and of two arms that lose alike [n * repeats], and clusters; as `draw` makes them of one arm."""
+    items = rng.standard_normal(n) + ndtri(right) * math.sqrt(1 + noise**2)
+    cluster = np.repeat(np.arange(n), repeats)
+    drawn = [items[cluster] + noise * rng.standard_normal(n * repeats) - s for s in (0.0, shift, shift)]
+    base, *arms = ((margin > 0).astype(np.float64) for margin in drawn)
+    return base, arms, cluster
 
 
 def divergences(simulations: int) -> None:
@@ -117,7 +177,8 @@ def divergences(simulations: int) -> None:
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    medians.RESAMPLES = 1000
+    medians.RESAMPLES, medians.CHAINS = 1000, 150
     pairs(count)
     suites(count // 5)
+    published(count // 20)
     divergences(count // 4)

@@ -22,6 +22,7 @@ from typing import Any
 
 import harness
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))  # what tests share
 TASKS = {"qad_arc_easy": "arc_easy.jsonl", "qad_piqa": "piqa.jsonl", "qad_lambada": "lambada_openai.jsonl"}
 SHIPPED = Path(harness.__file__).parent / "suites" / "tasks"
 
@@ -63,16 +64,15 @@ def main() -> int:
 
 def measure(model: Path, arm: str, tasks: Path, limit: int, out: Path) -> None:
     """The record that `qad measure accuracy` would write."""
-    from harness.accuracy import measure_accuracy
+    from scored import score_tasks
+
     from harness.engines.transformers import load
     from qad.recording import folder_identity, write_record
     from qad.source import open_checkpoint
 
     started, source = time.monotonic(), open_checkpoint(model, allow_quantized=True)
     loaded = load(model, "float32", "cpu")
-    data = measure_accuracy(
-        loaded.model, loaded.tokenizer, list(TASKS), limit=limit, batch_size=1, seed=0, task_path=tasks
-    )
+    data = score_tasks(loaded.model, loaded.tokenizer, list(TASKS), limit=limit, batch_size=1, seed=0, task_path=tasks)
     settings = {"tasks": list(TASKS), "limit": limit, "batch_size": 1, "seed": 0, "dtype": "float32"}
     name = source.display_name.partition(", NVFP4 (")[0]
     write_record(out, arm, name, folder_identity(source), settings, loaded.engine, data, started)

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from scored import score_tasks
 
-from harness.accuracy import SHIPPED, measure_accuracy, require_tasks
+from harness.accuracy import SHIPPED
 from harness.engines.transformers import LoadedModel
 from harness.records import AccuracyData
+from harness.suite import of_tasks
+from harness.task_files import Places, require_known
 from qad.errors import DataError
 
 ANIMALS = [
@@ -66,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def score(tiny: LoadedModel, tasks: list[str], **options: Any) -> AccuracyData:
-    return measure_accuracy(tiny.model, tiny.tokenizer, tasks, **options)
+    return score_tasks(tiny.model, tiny.tokenizer, tasks, **options)
 
 
 def log_likelihoods(tiny: LoadedModel, row: dict[str, Any]) -> list[float]:
@@ -186,6 +189,10 @@ def test_tasks_that_cannot_be_scored(tiny: LoadedModel, folder: Path) -> None:
         score(tiny, ["mine"], task_path=folder)
 
 
+def known(tasks: list[str], folder: Path | None = None) -> None:
+    require_known(of_tasks(tasks).tasks, Places.of(folder))
+
+
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
@@ -196,7 +203,7 @@ def test_tasks_that_cannot_be_scored(tiny: LoadedModel, folder: Path) -> None:
 )
 def test_unknown_names_are_refused_at_once(tiny: LoadedModel, tasks: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message.replace("?", r"\?")) as caught:
-        require_tasks(tasks)
+        known(tasks)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=message.replace("?", r"\?")):
         score(tiny, tasks)
@@ -205,16 +212,16 @@ def test_unknown_names_are_refused_at_once(tiny: LoadedModel, tasks: list[str], 
 def test_known_names_pass_without_lm_eval(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
-    require_tasks(["qad_facts", "qad_agreement", "mine"], folder)
+    known(["qad_facts", "qad_agreement", "mine"], folder)
     with pytest.raises(DataError, match="does not exist"):
-        require_tasks(["mine"], folder / "absent")
+        known(["mine"], folder / "absent")
     (folder / "broken.yaml").write_text("task: [")
     with pytest.raises(DataError, match=r"broken\.yaml is not YAML"):
-        require_tasks(["mine"], folder)
+        known(["mine"], folder)
 
 
 @pytest.mark.slow
 def test_names_of_lm_eval(folder: Path) -> None:
-    require_tasks(["arc_easy", "qad_facts"])
+    known(["arc_easy", "qad_facts"])
     with pytest.raises(DataError, match=r"'arc_esy' is neither .* did you mean arc_easy\?"):
-        require_tasks(["arc_esy"])
+        known(["arc_esy"])

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from scored import score_tasks
 
-from harness.accuracy import SHIPPED, measure_accuracy
+from harness.accuracy import SHIPPED
 from harness.engines.transformers import LoadedModel, load
 from harness.protocol import explicit_generation
 from harness.records import AccuracyData
@@ -53,7 +54,7 @@ def test_a_second_model_is_asked_itself(tiny: LoadedModel, make_llama: Callable[
             lambda _m, args, kwargs, s=shapes: s.append(tuple((args or (kwargs["input_ids"],))[0].shape)),
             with_kwargs=True,
         )
-        results[name] = measure_accuracy(loaded.model, loaded.tokenizer, ["qad_facts"], limit=48)
+        results[name] = score_tasks(loaded.model, loaded.tokenizer, ["qad_facts"], limit=48)
         hook.remove()
     assert seen["first"] == seen["second"] == seen["again"]
     assert seen["first"]
@@ -113,7 +114,7 @@ def test_a_prompt_has_one_bos_where_the_model_wants_one(
     tokenizer = with_bos(tiny.tokenizer) if adds else tiny.tokenizer
     query = f"{tokenizer.bos_token}The river" if in_text else "The river"
     folder = sums(tmp_path / "t", '{until: ["\\n"], max_gen_toks: 2}', query)
-    (task,) = measure_accuracy(tiny.model, tokenizer, ["sums"], task_path=folder).tasks
+    (task,) = score_tasks(tiny.model, tokenizer, ["sums"], task_path=folder).tasks
     bos = tokenizer.bos_token_id
     ids = task.protocol["first_ids"]
     assert ids.count(bos) == int(in_text or adds)
@@ -124,7 +125,7 @@ def test_two_bos_are_refused(tiny: LoadedModel, tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer
     folder = sums(tmp_path / "t", "{max_gen_toks: 2}", f"{tokenizer.bos_token}{tokenizer.bos_token}The river")
     with pytest.raises(DataError, match="begin with two BOS tokens"):
-        measure_accuracy(tiny.model, tokenizer, ["sums"], task_path=folder)
+        score_tasks(tiny.model, tokenizer, ["sums"], task_path=folder)
 
 
 # --- D3: stop strings and thinking ---
@@ -156,9 +157,7 @@ def test_stop_strings_do_not_fire_while_the_model_thinks(
     say(tiny, monkeypatch, "<think>a\n\nb</think>42\n\nmore")
 
     def score(**options: Any) -> float:
-        return (
-            measure_accuracy(tiny.model, tiny.tokenizer, ["sums"], task_path=folder, **options).tasks[0].items[0].score
-        )
+        return score_tasks(tiny.model, tiny.tokenizer, ["sums"], task_path=folder, **options).tasks[0].items[0].score
 
     assert score(think_end="</think>") == 1.0
     assert score() == 0.0, "taken as an ordinary model it stops inside its thinking"
@@ -170,7 +169,7 @@ def test_stop_strings_do_not_fire_while_the_model_thinks(
 def test_generation_that_leaves_no_room_for_a_prompt_is_refused(tiny: LoadedModel, tmp_path: Path) -> None:
     folder = sums(tmp_path / "t", "{max_gen_toks: 512}")
     with pytest.raises(DataError, match="generates up to 512 tokens, the model takes 512 with the prompt"):
-        measure_accuracy(tiny.model, tiny.tokenizer, ["sums"], task_path=folder)
+        score_tasks(tiny.model, tiny.tokenizer, ["sums"], task_path=folder)
 
 
 # --- D11: nothing is taken from generation_config ---
@@ -182,7 +181,7 @@ def test_sampling_is_explicit_and_recorded(tiny: LoadedModel, tmp_path: Path, mo
     monkeypatch.setattr(tiny.model.generation_config, "temperature", 1.0)
     requests = say(tiny, monkeypatch, "42\n")
     folder = sums(tmp_path / "t", '{until: ["\\n"], max_gen_toks: 8}')
-    (task,) = measure_accuracy(tiny.model, tiny.tokenizer, ["sums"], task_path=folder).tasks
+    (task,) = score_tasks(tiny.model, tiny.tokenizer, ["sums"], task_path=folder).tasks
     assert requests[0]["do_sample"] is False
     assert task.protocol["generation"] == {
         "do_sample": False, "temperature": 0.0, "until": ["\n"], "max_gen_toks": 8
@@ -222,7 +221,7 @@ def test_plain_lm_eval_gives_the_same_scores(tiny_llama_dir: Path, packed_dir: P
     folder = tiny_llama_dir if arm == "bf16" else packed_dir
     names = ["qad_facts", "qad_phrases"]
     loaded = load(folder, "float32", "cpu")
-    ours: AccuracyData = measure_accuracy(loaded.model, loaded.tokenizer, names, limit=20)
+    ours: AccuracyData = score_tasks(loaded.model, loaded.tokenizer, names, limit=20)
     plain = lm_eval.simple_evaluate(
         model="hf", model_args={"pretrained": str(folder), "dtype": "float32"}, device="cpu", batch_size=16, tasks=names,
         task_manager=TaskManager(include_path=str(SHIPPED), include_defaults=False), limit=20, bootstrap_iters=0,

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from scored import score_tasks
 
 from harness import server_backend
-from harness.accuracy import measure_accuracy, measure_suite
+from harness.accuracy import measure_suite
 from harness.engines.transformers import LoadedModel
 from harness.server_backend import open_server
 from harness.suite import Generation, Suite, SuiteTask
@@ -184,7 +185,7 @@ def test_log_likelihoods_are_those_of_the_model_in_this_process(
     backend, _ = open_server(server.url, str(tiny_llama_dir), chat=False, think_end=None)
     protocol = Suite(name="m", tasks=[SuiteTask(task="qad_facts", limit=6)])
     served = measure_suite(backend, protocol, Places.of()).data
-    ours = measure_accuracy(tiny.model, tiny.tokenizer, ["qad_facts"], limit=6)
+    ours = score_tasks(tiny.model, tiny.tokenizer, ["qad_facts"], limit=6)
     assert served.tasks == ours.tasks
     assert all(request["echo"] and request["max_tokens"] == 1 for request in server.requests)
 

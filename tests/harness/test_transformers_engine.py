@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from scored import score_tasks
 
-from harness.accuracy import measure_accuracy
 from harness.engines.transformers import FILES, LoadedModel, load
 from harness.fidelity import measure_fidelity
 from harness.memory import measure_memory
@@ -39,7 +39,7 @@ def test_an_nvfp4_folder_is_emulated_and_measured_like_any_other(tiny: LoadedMod
     text = [("a", torch.arange(3, 60))]
     fidelity = measure_fidelity({"ptq": packed.model}, tiny.model, text, "text")["ptq"]
     assert 1e-4 < fidelity.sequences[0].kl_sum / fidelity.sequences[0].tokens < 1.0
-    (task,) = measure_accuracy(packed.model, packed.tokenizer, ["qad_facts"], limit=4).tasks
+    (task,) = score_tasks(packed.model, packed.tokenizer, ["qad_facts"], limit=4).tasks
     assert len(task.items) == 4
     speed = measure_throughput(
         packed.model, vocab_size=512, batch=1, input_tokens=8, output_tokens=3, repeats=1, seed=0

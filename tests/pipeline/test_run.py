@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -169,7 +170,9 @@ def test_report_and_show_read_a_finished_run(finished: tuple[Path, Path], capsys
     assert json.loads(capsys.readouterr().out)["kind"] == "checkpoint"
 
 
-def test_measure_by_hand(finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_measure_by_hand(
+    finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe, run = finished
     folder, text = run / "export" / "ptq", yaml.safe_load(recipe.read_text())["train"]["data"]
     out = tmp_path / "record.json"
@@ -189,6 +192,20 @@ def test_measure_by_hand(finished: tuple[Path, Path], tiny_llama_dir: Path, tmp_
         "64",
     ]
     assert main(fidelity) == 2  # no teacher
+    other = shutil.copytree(tiny_llama_dir, tmp_path / "other")
+    generation = {"_from_model_config": True, "bos_token_id": 1, "top_k": 7}
+    (other / "generation_config.json").write_text(json.dumps(generation))
+    capsys.readouterr()
+    assert main([*fidelity, "--teacher", str(other), "--dtype", "float32"]) == 2
+    assert "is not the original of" in capsys.readouterr().err
+    assert main([*fidelity, "--teacher", str(other), "--other-teacher", "--dtype", "float32"]) == 0
+    apart = json.loads(out.read_text())
+    assert apart["settings"]["reference"] == "other"
+    both = [f"bf16={run / 'measure' / 'bf16' / 'fidelity.json'}", f"ptq={out}"]
+    assert main(["compare", *both, "--out", str(tmp_path / "cmp")]) == 2
+    refused = capsys.readouterr().err
+    assert "teacher (bf16 " in refused
+    assert "reference (bf16 absent, ptq other)" in refused
     assert main([*fidelity, "--teacher", str(tiny_llama_dir), "--dtype", "float32"]) == 0
     in_run = json.loads((run / "measure" / "ptq" / "fidelity.json").read_text())
     by_hand = json.loads(out.read_text())
@@ -359,3 +376,41 @@ def test_a_run_in_the_compressed_tensors_layout_is_measured_through_that_library
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     record = json.loads((out / "measure" / "qad" / "fidelity.json").read_text())
     assert record["engine"]["emulated"]
+
+
+def test_two_seeds_of_one_recipe_are_one_arm(
+    finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """train.seed moves the order of the training text and nothing else; measured alike, both are one arm."""
+    recipe, run = finished
+    again = tmp_path / "again"
+    only = ["--set", "measure.throughput=null", "--set", "measure.memory=false"]
+    assert main(["run", str(recipe), "--out", str(again), "--set", "train.seed=1", *only]) == 0
+    ptq, qad = (
+        [load_file(folder / "export" / arm / "model.safetensors") for folder in (run, again)] for arm in ("ptq", "qad")
+    )
+    assert all(torch.equal(ptq[0][name].view(torch.uint8), ptq[1][name].view(torch.uint8)) for name in ptq[0])
+    assert any(not torch.equal(qad[0][name].view(torch.uint8), qad[1][name].view(torch.uint8)) for name in qad[0])
+    records = [json.loads((folder / "measure" / "qad" / "accuracy.json").read_text()) for folder in (run, again)]
+    assert [record["training"]["seed"] for record in records] == [0, 1]
+    assert records[0]["training"]["recipe"] == records[1]["training"]["recipe"]
+    assert "training" not in json.loads((run / "measure" / "ptq" / "accuracy.json").read_text())
+    arms = [f"{arm}={folder / 'measure' / arm}" for folder, arm in
+            ((run, "bf16"), (run, "ptq"), (run, "qad"), (again, "qad"))]  # fmt: skip
+    out = tmp_path / "cmp"
+    capsys.readouterr()
+    assert main(["compare", *arms, "--out", str(out)]) == 0
+    assert "Seed 0" in capsys.readouterr().out
+    raw = json.loads((out / "report" / "report.json").read_text())
+    assert [seed["seed"] for seed in raw["comparison"]["training_seeds"]["qad"]] == [0, 1]
+    assert {record["training"]["seed"] for record in raw["records"] if record["arm"] == "qad"} == {0, 1}
+    page = (out / "report" / "report.md").read_text()
+    assert "**Training seeds, each by itself**" in page
+    assert "QAD (training seed 1) | accuracy" in page
+    assert main(["report", str(out)]) == 0
+    assert (
+        main(["run", str(recipe), "--out", str(again), "--set", "train.seed=1", "--set", "train.lr=2e-4", *only]) == 0
+    )
+    capsys.readouterr()
+    assert main(["compare", *arms, "--out", str(out)]) == 2
+    assert "differ in more than the seed, in train.lr" in capsys.readouterr().err

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from scored import read_samples
 
 from harness import records
 from harness.records import AccuracyData
-from harness.samples import read_samples
 from qad.cli import main
 
 SUITE = """

@@ -97,7 +97,7 @@ def test_an_engine_without_fp4_arithmetic_is_marked(
         record.engine, emulated=emulated, native_fp4=native, kernel_path="MarlinNvFp4LinearKernel"
     )
     marked = dataclasses.replace(record, engine=engine)
-    table = next(block for block in provenance([marked], Run([], "", {}, [])) if isinstance(block, Table))
+    table = next(block for block in provenance([marked], [], Run([], "", {}, [])) if isinstance(block, Table))
     cell = table.groups[0].rows[0].cells[1]
     assert cell.tags == tag
     assert "MarlinNvFp4LinearKernel" in cell.detail

@@ -17,7 +17,7 @@ from reports import items
 from reports.load import load_run
 from reports.rows import table_files
 
-NAMES = ["estimates", "items", "memory", "throughput", "training"]
+NAMES = ["estimates", "items", "memory", "parity", "throughput", "training"]
 
 
 def tables(run: Path, records: list[Record]) -> dict[str, bytes]:
@@ -30,7 +30,7 @@ def test_csv_and_parquet_agree(run: Path, records: list[Record], name: str) -> N
     exact = pyarrow.parquet.read_table(io.BytesIO(files[f"{name}.parquet"]))
     types = pyarrow.csv.ConvertOptions(column_types=exact.schema, strings_can_be_null=False)
     read = pyarrow.csv.read_csv(io.BytesIO(files[f"{name}.csv"]), convert_options=types)
-    assert exact.num_rows > 0
+    assert (exact.num_rows > 0) == (name != "parity")  # no engine was held against the reference
     assert read.to_pylist() == exact.to_pylist()
 
 
