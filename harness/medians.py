@@ -1,12 +1,12 @@
 """Median recovery over benchmarks, and the difference of two such medians, with intervals.
 
 Resampling around the observed recoveries counts their noise twice where benchmarks are alike and keeps the bias of an order
-statistic where they fall into groups (the median of six equal values below five lower ones is the smallest of six noisy ones: it
-covers .1-.6). So the true values get a model that allows ties: benchmarks fall into an unknown number of groups of equal value, any
-number and any sizes as likely a priori, with every grouping and every value weighed by how well it explains the recoveries and their
-errors (a mixture of finite mixtures: Miller and Harrison, Journal of the American Statistical Association 113, 2018, 340-356). It
-is sampled by Gibbs chains. The interval holds the middle 99 % of the medians of true values drawn from it, which covers 95 %: which
-group holds the middle one cannot be seen where groups are two or three errors apart.
+statistic where they fall into groups (the median of six equal values below five lower ones is the smallest of six noisy ones:
+it covers .1-.6). So the true values get a model that allows ties: benchmarks fall into an unknown number of groups of equal
+value, any number and any sizes as likely a priori, with every grouping and every value weighed by how well it explains the
+recoveries and their errors (a mixture of finite mixtures: Miller and Harrison, Journal of the American Statistical
+Association 113, 2018, 340-356), sampled by Gibbs chains. The interval holds the middle 99.4 % of the medians drawn from it,
+since which group holds the middle one cannot be seen where groups are two or three errors apart; two benchmarks have a mean.
 
 COVERAGE
 """
@@ -34,7 +34,7 @@ from harness.intervals import (
 from harness.resampling import RESAMPLES, SEED, resampled_sums
 
 AVERAGED = 2  # benchmarks: their median is a mean, which noise does not move to one side
-CREDIBLE = 0.995  # of each limit, over more benchmarks
+CREDIBLE = 0.997  # of each limit, over more benchmarks
 CHAINS, BURNED, KEPT = 400, 12, 10  # chains side by side, and their sweeps
 
 
@@ -127,9 +127,9 @@ def _medians(observed: Floats, draws: Floats, stream: int) -> Floats:
 class _Chains:
     """CHAINS Gibbs samplers side by side of the true values behind `observed` [K] of known errors [K].
 
-    Values of one group are equal. A group's value is N(weighted mean, (3 spreads of the observed)^2) a priori; a benchmark joins a
-    group of n others with weight n + 1, times how well the group's value explains it, or opens a new one (Miller and Harrison
-    2018, algorithm of section 4 for conjugate values, which are kept here: R chains [R], label and value of each group [R, K]).
+    Values of one group are equal. A group's value is N(weighted mean, (3 spreads of the observed)^2) a priori. A benchmark joins a
+    group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. Chains are
+    rows: group of each benchmark, value and size of each group, all [CHAINS, K].
     """
 
     def __init__(self, observed: Floats, error: Floats, rng: np.random.Generator) -> None:
@@ -179,8 +179,8 @@ class _Chains:
 
 
 def _opening(k: int) -> Floats:
-    """Log weight, [K], of a new group beside t others: from V(t + 1) / V(t) of Miller and Harrison, equation 3.2, for a number of
-    groups that is as likely to be 1 as 2, ..., or K, and groups of any sizes alike."""
+    """Log weight, [K], of a new group beside t others: log V(t + 1) - log V(t) of Miller and Harrison, where the number of groups
+    is as likely to be 1 as 2, ..., or K, and all sizes are."""
     groups = np.arange(1, k + 1)
     log = np.full(k + 2, -np.inf)
     for t in range(1, k + 1):

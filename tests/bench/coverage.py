@@ -1,6 +1,7 @@
 """What the stated intervals and tests do in simulation, large: python tests/bench/coverage.py [SIMULATIONS].
 
-Coverage of 95 % intervals, share of false alarms of 5 % tests. Minutes at the default 2,000 (medians: a fifth of that, from items: a twentieth).
+Coverage of 95 % intervals, share of false alarms of 5 % tests. Minutes at the default 2,000 (medians: a fifth of that,
+from items: a twentieth).
 """
 
 from __future__ import annotations
