@@ -127,8 +127,8 @@ def _medians(observed: Floats, draws: Floats, stream: int) -> Floats:
 class _Chains:
     """CHAINS Gibbs samplers side by side of the true values behind `observed` [K] of known errors [K].
 
-    Values of one group are equal. A group's value is N(weighted mean, (3 spreads of the observed)^2) a priori. A benchmark joins a
-    group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. Chains are
+    Values of one group are equal. A group's value is N(weighted mean, (3 spreads of the observed)^2) a priori. A benchmark joins
+    a group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. Chains are
     rows: group of each benchmark, value and size of each group, all [CHAINS, K].
     """
 

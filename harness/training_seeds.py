@@ -126,23 +126,21 @@ def _together(each: list[Comparison]) -> Comparison:
         )
     benchmarks = [_row(list(rows)) for rows in zip(*(c.benchmarks for c in each), strict=True)]
     contrasts = [_contrast(list(found)) for found in zip(*(c.contrasts for c in each), strict=True)]
+    found: dict[str, Any] = {name: _first([getattr(c, name) for c in each]) for name in _OF_ONE}
+    found |= {name: _fold([getattr(c, name) for c in each]) for name in _FOLDED}
     return dataclasses.replace(
         first,
         benchmarks=benchmarks,
-        median_recovery=_fold([c.median_recovery for c in each]),
         worst={arm: worst for arm in first.worst if (worst := _worst(arm, benchmarks))},
-        fidelity=_fold([c.fidelity for c in each]),
-        kl_ratio=_fold([c.kl_ratio for c in each]),
-        perplexity_gap_closed=_fold([c.perplexity_gap_closed for c in each]),
-        median_gain=_fold([c.median_gain for c in each]),
         contrasts=_adjusted(contrasts, benchmarks),
         outputs=[_fold(list(rows)) for rows in zip(*(c.outputs for c in each), strict=True)],
-        **{name: _first([getattr(c, name) for c in each]) for name in _OF_ONE},
         emulated=list(dict.fromkeys(arm for c in each for arm in c.emulated)),
         not_compared=list(dict.fromkeys(note for c in each for note in c.not_compared)),
+        **found,
     )
 
 
+_FOLDED = ("median_recovery", "fidelity", "kl_ratio", "perplexity_gap_closed", "median_gain")
 _OF_ONE = ("throughput_ratio", "memory_ratio", "failure_share", "serving_ratio", "noise_floor", "sources")
 
 
@@ -235,7 +233,7 @@ def _contrast(found: list[Contrast]) -> Contrast:
 def _adjusted(contrasts: list[Contrast], benchmarks: list[BenchmarkRow]) -> list[Contrast]:
     """Holm over each pair's headline benchmarks, and the verdict of contrasts over seeds."""
     rows = {row.label: row for row in benchmarks}
-    done = {}
+    done: dict[tuple[str, str, str], float | None] = {}
     for pair in dict.fromkeys((c.arm, c.against) for c in contrasts):
         mine = [c for c in contrasts if (c.arm, c.against) == pair]
         adjusted = holm([c.p if rows[c.benchmark].headline else None for c in mine])

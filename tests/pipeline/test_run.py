@@ -386,7 +386,8 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     only = ["--set", "measure.throughput=null", "--set", "measure.memory=false"]
     assert main(["run", str(recipe), "--out", str(again), "--set", "train.seed=1", *only]) == 0
     ptq, qad = (
-        [(folder / "export" / arm / "model.safetensors").read_bytes() for folder in (run, again)] for arm in ("ptq", "qad")
+        [(folder / "export" / arm / "model.safetensors").read_bytes() for folder in (run, again)]
+        for arm in ("ptq", "qad")
     )
     assert ptq[0] == ptq[1]
     assert qad[0] != qad[1]
