@@ -8,10 +8,10 @@ recoveries and their errors (a mixture of finite mixtures: Miller and Harrison, 
 Association 113, 2018, 340-356), sampled by Gibbs chains. The interval holds the middle 99.4 % of the medians drawn from it,
 since which group holds the middle one cannot be seen where groups are two or three errors apart; two benchmarks have a mean.
 
-Coverage in simulation (tests/bench/coverage.py, 100 suites each), 11 benchmarks: of equal errors, alike or scattered 1.00, in
-groups two, three and five errors apart .98, .96 and .97; of errors that differ tenfold 1.00, .96-1.00 and .93-.99. Too wide where
-benchmarks are alike is the price of groups that cannot be told from them. The difference of two medians, of arms whose errors
-correlate by half, covers .99-1.00 where the arms lose alike; where one loses in groups and the other not at all, .89-.98.
+Coverage in simulation (tests/bench/coverage.py, 60-100 suites each), 11 benchmarks: of equal errors, alike or scattered 1.00, in
+groups two, three and five errors apart .98, .92-.96 and .97; of errors that differ tenfold, alike 1.00, scattered .97-1.00, in
+groups .95-1.00. Too wide where benchmarks are alike is the price of groups that cannot be told from them. The difference of two
+medians, of arms whose errors correlate by half, covers 1.00 where the arms lose alike; where they do not, .92-1.00.
 """
 
 from __future__ import annotations

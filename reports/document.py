@@ -45,7 +45,7 @@ METHOD = [
         "Median recovery",
         "Over benchmarks, a task’s first filter each. The interval is of the medians of true recoveries drawn from a model that "
         "allows benchmarks to be equal (a mixture of finite mixtures), the middle 99.4 % of them. In simulation of 11 benchmarks "
-        "it covers 93–100 %, whether they are alike, scatter or fall into groups, and also where their errors differ tenfold. "
+        "it covers 92–100 %, whether they are alike, scatter or fall into groups, and also where their errors differ tenfold. "
         "It is about these benchmarks, not others.",
     ),
     (
