@@ -15,7 +15,7 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from harness.engines.vllm_cpu.plugin import say_emulated
@@ -50,6 +50,29 @@ direct_register_custom_op(op_name="qad_nvfp4_activation", op_func=quantize_activ
 direct_register_custom_op(op_name="qad_fp8_activation", op_func=quantize_activation_fp8, fake_impl=_same_shape_fp8)
 
 
+def prepare(layer: Any, weight_NK: Tensor) -> None:
+    """Give a layer the weight it multiplies by. On a CPU without BF16 units a BF16 weight is kept in FP32, which holds the
+    same values, and is multiplied several times as fast; sums are FP32 either way."""
+    if weight_NK.dtype == torch.bfloat16 and not _multiplies_bfloat16():
+        weight_NK = weight_NK.float()
+    layer.weight = torch.nn.Parameter(weight_NK, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+def multiply(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] -> [..., N], in x's dtype."""
+    dtype = layer.weight.dtype
+    y: Tensor = layer.cpu_linear(x.to(dtype), layer.weight, None if bias is None else bias.to(dtype))
+    return y.to(x.dtype)
+
+
+def _multiplies_bfloat16() -> bool:
+    cpu: Any = torch.cpu
+    return current_platform.get_cpu_architecture() != CpuArchEnum.X86 or (
+        cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
+    )
+
+
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
     """W4A4 where the layer has an input scale, else W4A16."""
 
@@ -72,14 +95,12 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         for name in _PACKED:
             if hasattr(layer, name):
                 delattr(layer, name)
-        layer.weight = torch.nn.Parameter(dequantize(packed, self.dtype), requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        prepare(layer, dequantize(packed, self.dtype))
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if hasattr(layer, "input_global_scale_inv"):
             x = torch.ops.vllm.qad_nvfp4_activation(x, layer.input_global_scale_inv)
-        y: Tensor = layer.cpu_linear(x, layer.weight, bias)
-        return y
+        return multiply(layer, x, bias)
 
 
 class CpuFp8LinearKernel(FP8ScaledMMLinearKernel):
@@ -103,12 +124,10 @@ class CpuFp8LinearKernel(FP8ScaledMMLinearKernel):
         stored = fp8.Fp8Tensor(layer.weight.data.t(), layer.weight_scale.data)
         del layer.weight_scale
         values = fp8.dequantize(stored, self.config.out_dtype).contiguous()
-        layer.weight = torch.nn.Parameter(values, requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        prepare(layer, values)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = layer.cpu_linear(torch.ops.vllm.qad_fp8_activation(x, layer.input_scale), layer.weight, bias)
-        return y
+        return multiply(layer, torch.ops.vllm.qad_fp8_activation(x, layer.input_scale), bias)
 
     def apply_scaled_mm(self, **unused: Any) -> Tensor:
         raise AssertionError("apply_weights does it all")
