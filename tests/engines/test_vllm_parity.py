@@ -75,9 +75,7 @@ def folders(
     found = {
         "llama_w4a4": export_ptq(llama, root / "llama_w4a4", "NVFP4"),
         "llama_w4a16": export_ptq(llama, root / "llama_w4a16", "W4A16_NVFP4"),
-        "llama_mixed": export_ptq(
-            llama, root / "llama_mixed", "NVFP4", formats={"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
-        ),
+        "llama_mixed": export_ptq(llama, root / "llama_mixed", "NVFP4", formats=MIXED),
         "llama_fp8_kv": export_ptq(llama, root / "llama_fp8_kv", "NVFP4", kv_cache="calibrated"),
     }
     for kind in ("qwen3_moe", "mixtral"):
