@@ -69,7 +69,9 @@ def _fake_quantize(weight: Tensor, scale: Tensor) -> Tensor:
     return (_weight_values(weight, scale) * scale).to(weight.dtype)
 
 
-def _fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
+def fake_quantize_activation_values(x: Tensor, input_scale: Tensor) -> Tensor:
+    """`fake_quantize_activation` without a gradient: the kernel itself, to be compiled. The scale is an FP32 scalar on x's
+    device."""
     return (_round(x.float() * (1.0 / input_scale)) * input_scale).to(x.dtype)
 
 
@@ -109,7 +111,7 @@ def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
     Source: vLLM 0.32, QuantFP8.forward_native.
     """
     scale = input_scale.detach().reshape(()).to(x.device, torch.float32)
-    return _StraightThrough.apply(x, _fake_quantize_activation, scale)
+    return _StraightThrough.apply(x, fake_quantize_activation_values, scale)
 
 
 class _StraightThrough(torch.autograd.Function):

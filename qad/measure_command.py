@@ -33,6 +33,8 @@ def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
     kind("accuracy", _here, "benchmarks through lm-evaluation-harness", _folder, _common, _accuracy, _asked, trust)
     kind("throughput", _throughput, "prefill and decode speed in this process; with --engine or --server a server's speed",
          _folders, _common, _engine, _load, trust)  # fmt: skip
+    kind("trtllm-bench", _bench, "speed by TensorRT-LLM's own benchmark, without a server",
+         _folders, _out, _seed, _environment, _shape, _bench_options)  # fmt: skip
     kind("parity", _parity, "whether an engine's log-probabilities are the torch reference's",
          _folder, _common, _engine, _prompts, trust)  # fmt: skip
     kind("import", _import, "a load tool's result file, converted to our definitions", _result)
@@ -54,6 +56,10 @@ def _folders(parser: argparse.ArgumentParser) -> None:
 def _common(parser: argparse.ArgumentParser) -> None:
     _out(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
+    _seed(parser)
+
+
+def _seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=arguments.unsigned, default=0, help="of samples, prompts and order (default: 0)")
 
 
@@ -68,6 +74,10 @@ def _out(parser: argparse.ArgumentParser) -> None:
 
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm", "trtllm"], help="start this engine and ask it")
+    _environment(parser)
+
+
+def _environment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON or "
                         "QAD_TRTLLM_PYTHON, then .venv-vllm)")  # fmt: skip
     parser.add_argument(
@@ -121,13 +131,7 @@ def _load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-log", type=arguments.path, metavar="FILE", help="what that server printed, to name its kernels"
     )
-    parser.add_argument("--concurrency", type=arguments.counts, metavar="N,N", help="default: 1,4,16")
-    parser.add_argument("--isl", type=arguments.counts, metavar="N,N", help="input tokens (default: 128)")
-    parser.add_argument("--osl", type=arguments.counts, metavar="N,N", help="output tokens (default: 128)")
-    parser.add_argument("--repeats", type=arguments.count, help="runs of every cell (default: 3)")
-    parser.add_argument(
-        "--requests", type=arguments.count, help="requests a run (default: 4 x concurrency, at least 16)"
-    )
+    _shape(parser)
     parser.add_argument("--endpoint", choices=["completions", "chat"], help="default: completions")
     parser.add_argument(
         "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
@@ -135,6 +139,23 @@ def _load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
     parser.add_argument("--ready-timeout", type=arguments.count, metavar="SECONDS",
                         help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
+
+
+def _shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--concurrency", type=arguments.counts, metavar="N,N", help="default: 1,4,16")
+    parser.add_argument("--isl", type=arguments.counts, metavar="N,N", help="input tokens (default: 128)")
+    parser.add_argument("--osl", type=arguments.counts, metavar="N,N", help="output tokens (default: 128)")
+    parser.add_argument("--repeats", type=arguments.count, help="runs of every cell (default: 3)")
+    parser.add_argument(
+        "--requests", type=arguments.count, help="requests a run (default: 4 x concurrency, at least 16)"
+    )
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=["throughput", "latency"], default="throughput",
+                        help="latency: one request at a time, printed statistics alone (default: throughput)")  # fmt: skip
+    parser.add_argument("--timeout", type=arguments.count, default=3600, metavar="SECONDS",
+                        help="how long one run may take (default: 3600)")  # fmt: skip
 
 
 def _prompts(parser: argparse.ArgumentParser) -> None:
@@ -262,7 +283,6 @@ def _require_log(args: argparse.Namespace) -> None:
 
 
 def _throughput(args: argparse.Namespace, say: _Say) -> int:
-    from harness.records import ARMS
     from qad.config import parse_section
     from qad.measure_folder import measure_folder
 
@@ -285,14 +305,31 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
             args, ("python", "engine_options", "ready_timeout"), "is of an engine that is started: leave out --server"
         )
     _require_log(args)
-
-    named = args.arm != "custom" or len(args.folder) == 1
-    arms = args.arm.split(",") if named else list(ARMS[: len(args.folder)])
     plan = Plan(args.concurrency or [1, 4, 16], args.isl or [128], args.osl or [128], args.repeats or 3, args.requests,
                 args.endpoint or "completions", args.seed)  # fmt: skip
     serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
                       args.server_log, args.driver, args.driver_python, float(args.ready_timeout or 600))  # fmt: skip
-    return measure_served(args.folder, arms, args.out, plan, serving, say)
+    return measure_served(args.folder, _arms(args), args.out, plan, serving, say)
+
+
+def _bench(args: argparse.Namespace, say: _Say) -> int:
+    from harness.engines.environment import engine_python
+    from harness.serving.offline import Offline
+    from harness.serving.sweep import Plan
+    from qad.serving import measure_benched
+
+    concurrency = args.concurrency or ([1] if args.mode == "latency" else [1, 4, 16])
+    plan = Plan(concurrency, args.isl or [128], args.osl or [128], args.repeats or 3, args.requests, seed=args.seed)
+    offline = Offline(engine_python("trtllm", args.python), args.mode, args.max_model_len, tuple(args.engine_options),
+                      float(args.timeout))  # fmt: skip
+    return measure_benched(args.folder, _arms(args), args.out, plan, offline, say)
+
+
+def _arms(args: argparse.Namespace) -> list[str]:
+    from harness.records import ARMS
+
+    named = args.arm != "custom" or len(args.folder) == 1
+    return args.arm.split(",") if named else list(ARMS[: len(args.folder)])
 
 
 def _import(args: argparse.Namespace, say: _Say) -> int:

@@ -319,7 +319,9 @@ def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
 # --- activations ---------------------------------------------------------------------------------
 
 
-def _fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tensor:
+def fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tensor:
+    """`fake_quantize_activation_encoded` of blocks [blocks, 16], without a gradient: the kernel itself, to be compiled. The
+    scale is an FP32 scalar on their device."""
     assert x_B16.shape[1] == BLOCK_SIZE
     dtype = x_B16.dtype
     x_B16 = x_B16.float()
@@ -356,7 +358,7 @@ def fake_quantize_activation_encoded(x: Tensor, encode_scale: Tensor) -> Tensor:
     """`fake_quantize_activation` by the FP32 scalar 1 / input_scale, which compressed-tensors checkpoints store and an
     engine holds: a second reciprocal could change its last bit."""
     _require_blocks(x, "activation")
-    return _StraightThrough.apply(x, _fake_quantize_activation_blocks, _scalar(encode_scale, x.device))
+    return _StraightThrough.apply(x, fake_quantize_activation_blocks, _scalar(encode_scale, x.device))
 
 
 def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:

@@ -15,11 +15,12 @@ from qad import provenance
 from qad.artifact import digest_of
 from qad.errors import UsageError
 from qad.recording import folder_identity, keep, write_record
-from qad.source import open_checkpoint
+from qad.source import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from harness.records import Engine, Record
     from harness.serving.measured import ServingData
+    from harness.serving.offline import Offline
     from harness.serving.sweep import Plan
 
 INVALID = 1  # exit code: what was measured must not be used
@@ -53,17 +54,45 @@ def measure_served(
 
     Raises UsageError for arms that do not fit the folders, or several of them behind one running server.
     """
-    if len(arms) != len(folders) or len(set(arms)) != len(arms):
-        raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")
+    sources, paths = _placed(folders, arms, out)
     if serving.url and len(folders) > 1:
         raise UsageError(
             "one running server is one arm: measure each with its own --server, or let --engine start them"
         )
-    sources = {arm: open_checkpoint(folder, allow_quantized=True) for arm, folder in zip(arms, folders, strict=True)}
-    paths = {arm: out if len(arms) == 1 else out / arm / "serving.json" for arm in arms}
     started = time.monotonic()
     measured = measure_arms({arm: (source.folder, paths[arm]) for arm, source in sources.items()}, plan, serving, say)
-    settings = serving_settings(plan, serving)
+    return _written(measured, sources, paths, serving_settings(plan, serving), started, say)
+
+
+def measure_benched(
+    folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, offline: Offline, say: Callable[[str], None]
+) -> int:
+    """The same by `trtllm-bench`; its files go to a folder beside each record."""
+    from harness.serving.offline import measure_offline
+    from qad.loader import load_tokenizer
+
+    sources, paths = _placed(folders, arms, out)
+    started = time.monotonic()
+    places = {arm: (source.folder, paths[arm].with_suffix(".trtllm-bench")) for arm, source in sources.items()}
+    measured = measure_offline(places, plan, offline, load_tokenizer(folders[0]), say)
+    settings = {**_settings(plan, offline.options, offline.max_model_len), "mode": offline.mode}
+    return _written(measured, sources, paths, settings, started, say)
+
+
+def _placed(
+    folders: Sequence[Path], arms: Sequence[str], out: Path
+) -> tuple[dict[str, Checkpoint], dict[str, Path]]:  # fmt: skip
+    """What is measured and where its record goes, by arm."""
+    if len(arms) != len(folders) or len(set(arms)) != len(arms):
+        raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")
+    sources = {arm: open_checkpoint(folder, allow_quantized=True) for arm, folder in zip(arms, folders, strict=True)}
+    return sources, {arm: out if len(arms) == 1 else out / arm / "serving.json" for arm in arms}
+
+
+def _written(
+    measured: dict[str, tuple[ServingData, Engine]], sources: dict[str, Checkpoint], paths: dict[str, Path],
+    settings: dict[str, Any], started: float, say: Callable[[str], None],
+) -> int:  # fmt: skip
     for arm, (data, engine) in measured.items():
         write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data,
                      started)  # fmt: skip
@@ -85,9 +114,13 @@ def measure_arms(
 
 
 def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
+    return {**_settings(plan, serving.options, serving.max_model_len), "dtype": serving.dtype}
+
+
+def _settings(plan: Plan, options: Sequence[str], max_model_len: int | None) -> dict[str, Any]:
     """Speeds are comparable on the same machine with the same packages only."""
-    return {**dataclasses.asdict(plan), "dtype": serving.dtype, "options": list(serving.options),
-            "max_model_len": serving.max_model_len, "machine": digest_of(provenance.environment())}  # fmt: skip
+    return {**dataclasses.asdict(plan), "options": list(options), "max_model_len": max_model_len,
+            "machine": digest_of(provenance.environment())}  # fmt: skip
 
 
 def load_pythons(serving: Serving) -> list[str]:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM: how `trtllm-serve` and `trtllm-bench` are started, and what their logs and reports say.
+"""TensorRT-LLM: how `trtllm-serve` is started, and what its log and /metrics say. `trtllm-bench` is in trtllm_bench.py.
 
 Nothing of TensorRT-LLM is imported here. It needs an NVIDIA GPU and its own container. The formats are those of release 1.2
 as its documentation, sources and published logs show them; they were not seen in a run of this tool.
@@ -11,12 +11,10 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from harness.engines.declared import config_of, quantized_algorithm
-from harness.engines.process import ServerProcess
+from harness.engines.declared import quantized_algorithm
 from harness.records import Engine, EngineMemory
-from qad.errors import EngineError, UsageError
+from qad.errors import UsageError
 
 NAME = "trtllm"
 GIB = 2**30
@@ -33,7 +31,7 @@ def command(
         raise UsageError(f"trtllm-serve computes in the model's own dtype, not in {dtype}: give --dtype auto")
     limit = [] if max_model_len is None else ["--max_seq_len", str(max_model_len)]
     return [
-        str(_beside(python, "trtllm-serve")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), *limit, *options,
+        str(beside(python, "trtllm-serve")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), *limit, *options,
     ]  # fmt: skip
 
 
@@ -93,48 +91,8 @@ def _cache_tokens(metrics: str) -> int | None:
     return None
 
 
-def bench(
-    python: Path, folder: Path, dataset: Path, report: Path, *, options: Sequence[str] = (), timeout_s: float = 3600
-) -> dict[str, Any]:
-    """Run `trtllm-bench throughput` on a prepared data set of requests and return its report.
-
-    dataset: JSON lines {"task_id", "input_ids" or "prompt", "output_tokens"}. report: the JSON file it writes; what it
-    prints goes to REPORT.log.
-
-    Raises UsageError for a folder with code of its own, which trtllm-bench would run unasked; EngineError with the last
-    lines where it fails, does not end in time, or leaves no whole report.
-    """
-    if (config_of(folder) or {}).get("auto_map"):
-        raise UsageError(
-            f"{folder} brings its own code (auto_map in config.json), which trtllm-bench runs: measure it with serve"
-        )
-    arguments = [
-        str(_beside(python, "trtllm-bench")), "--model", folder.name, "--model_path", str(folder), "throughput",
-        "--dataset", str(dataset), "--backend", "pytorch", "--streaming", "--report_json", str(report), *options,
-    ]  # fmt: skip
-    log = report.with_name(report.name + ".log")
-    process = ServerProcess(arguments, log=log, environment={**os.environ, **environment(python)})
-    try:
-        code = process.wait(timeout_s)
-    finally:
-        process.stop()
-    if code != 0:
-        how = f"did not end within {timeout_s:g} s" if code is None else f"ended with code {code}"
-        raise EngineError(f"trtllm-bench {how}; its last lines:\n{process.tail()}")
-    return read_report(report)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """A report of trtllm-bench. Raises EngineError where it is not one."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        report["performance"]["system_output_throughput_tok_s"], report["engine"]["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"{path} is no report of trtllm-bench ({error}): give what --report_json wrote") from error
-    return dict(report)
-
-
-def _beside(python: Path, name: str) -> Path:
+def beside(python: Path, name: str) -> Path:
+    """A command of the environment that `python` is in. Raises UsageError where it has none of that name."""
     path = python.with_name(name)
     if not path.is_file():
         raise UsageError(

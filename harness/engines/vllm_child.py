@@ -120,8 +120,10 @@ def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _place(module: Any) -> tuple[torch.dtype, torch.device]:
+    """The model's compute dtype, and where the layer is."""
     weight = module.weight
-    return (weight.dtype if weight.is_floating_point() else torch.get_default_dtype()), weight.device
+    own = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+    return getattr(module, "params_dtype", own), weight.device
 
 
 def _close() -> None:

@@ -85,7 +85,7 @@ def measure_serving(
     Raises UsageError for a plan that cannot be measured, LoadToolError where the load tool fails, DataError where a
     restarted server computes in another way than before.
     """
-    _check(plan)
+    check_plan(plan)
     if tokenizer is None:
         from qad.loader import load_tokenizer
 
@@ -180,7 +180,8 @@ def _instant_server() -> Iterator[str]:
             process.kill()
 
 
-def _check(plan: Plan) -> None:
+def check_plan(plan: Plan) -> None:
+    """Raises UsageError for a plan that cannot be measured."""
     sizes = [*plan.concurrency, *plan.input_tokens, *plan.output_tokens, plan.repeats, plan.requests or 1]
     if min(sizes) < 1:
         raise UsageError("concurrency, input and output tokens, repeats and requests must each be at least 1")

@@ -35,6 +35,7 @@ HOLDS = (
     "llama_w4a4", "llama_w4a4_ct", "llama_w4a16", "llama_w4a16_ct", "llama_null_activations", "llama_fp8_kv",
     "llama_mixed",
     "qwen3_moe_w4a4", "qwen3_moe_w4a4_ct", "qwen3_moe_w4a16", "mixtral_w4a4", "mixtral_w4a16_ct",
+    "qwen3_moe_fp8_experts", "qwen3_moe_fp8_experts_ct",
 )  # fmt: skip
 MIXED = {"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
 O_PROJ = "model.layers.1.self_attn.o_proj"
@@ -74,16 +75,18 @@ def folders(
     found = {
         "llama_w4a4": export_ptq(llama, root / "llama_w4a4", "NVFP4"),
         "llama_w4a16": export_ptq(llama, root / "llama_w4a16", "W4A16_NVFP4"),
-        "llama_mixed": export_ptq(
-            llama, root / "llama_mixed", "NVFP4", formats={"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
-        ),
+        "llama_mixed": export_ptq(llama, root / "llama_mixed", "NVFP4", formats=MIXED),
         "llama_fp8_kv": export_ptq(llama, root / "llama_fp8_kv", "NVFP4", kv_cache="calibrated"),
     }
     for kind in ("qwen3_moe", "mixtral"):
         moe = make_qwen3(root / kind, kind, head_dim=32, **heads)
         found[f"{kind}_w4a4"] = export_ptq(moe, root / f"{kind}_w4a4", "NVFP4")
         found[f"{kind}_w4a16"] = export_ptq(moe, root / f"{kind}_w4a16", "W4A16_NVFP4")
-    for name in ("llama_w4a4", "llama_w4a16", "qwen3_moe_w4a4", "mixtral_w4a16"):
+        if kind == "qwen3_moe":
+            found[f"{kind}_fp8_experts"] = export_ptq(
+                moe, root / f"{kind}_fp8_experts", "NVFP4", formats={"*.experts.*": "FP8"}
+            )
+    for name in ("llama_w4a4", "llama_w4a16", "qwen3_moe_w4a4", "qwen3_moe_fp8_experts", "mixtral_w4a16"):
         found[f"{name}_ct"] = convert(found[name], "compressed-tensors", root / f"{name}_ct").path
     found["llama_null_activations"] = null_activations(found["llama_w4a16"], root / "null_activations")
     damaged = {

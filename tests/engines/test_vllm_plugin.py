@@ -27,6 +27,7 @@ class Platform(enum.Enum):
 class Backend(enum.Enum):
     EMULATION = "EMULATION"
     MARLIN = "MARLIN"
+    TRITON = "TRITON"
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         pass
 
     platform = types.SimpleNamespace(cpu=True)
-    root = module("vllm", __version__="0.32.0")
+    custom_ops = module("vllm._custom_ops", scaled_fp8_quant="missing")
+    root = module("vllm", __version__="0.32.0", _custom_ops=custom_ops)
     module("vllm.platforms", current_platform=types.SimpleNamespace(is_cpu=lambda: platform.cpu), PlatformEnum=Platform)
     base = "vllm.model_executor"
     for name in (base, f"{base}.layers", f"{base}.layers.fused_moe"):
@@ -67,21 +69,35 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         register_linear_kernel=register_linear_kernel, MarlinNvFp4LinearKernel="Marlin",
     )  # fmt: skip
     module(f"{base}.kernels", linear=linear)
-    oracle = module(
-        f"{base}.layers.fused_moe.oracle.nvfp4",
-        NvFp4MoeBackend=Backend,
-        backend_to_kernel_cls=lambda b: [f"vllm {b.value}"],
+    fp4_experts, fp8_experts = (
+        module(
+            f"{base}.layers.fused_moe.oracle.{name}",
+            backend_to_kernel_cls=lambda b: [f"vllm {b.value}"],
+            **{backends: Backend},
+        )
+        for name, backends in (("nvfp4", "NvFp4MoeBackend"), ("fp8", "Fp8MoeBackend"))
     )
-    module(f"{base}.layers.fused_moe.oracle", nvfp4=oracle)
+    module(f"{base}.layers.fused_moe.oracle", nvfp4=fp4_experts, fp8=fp8_experts)
     modelopt = module(
         f"{base}.layers.quantization.modelopt", ModelOptNvFp4Config=Config, ModelOptMixedPrecisionConfig=Mixed,
         ModelOptFp8Config=Fp8,
     )  # fmt: skip
     module(f"{base}.layers.quantization", modelopt=modelopt)
     module("harness.engines.vllm_cpu.linear", CpuNvFp4LinearKernel="ours", CpuFp8LinearKernel="our FP8")
-    module("harness.engines.vllm_cpu.experts", EXPERTS=("w4a4 experts", "w4a16 experts"))
+    module(
+        "harness.engines.vllm_cpu.experts",
+        NVFP4_EXPERTS=("w4a4 experts", "w4a16 experts"),
+        FP8_EXPERTS=("fp8 experts",),
+        scaled_fp8_quant="our quantizer",
+    )
     return types.SimpleNamespace(
-        root=root, platform=platform, kernels=kernels, linear=linear, oracle=oracle, modelopt=modelopt
+        root=root,
+        platform=platform,
+        kernels=kernels,
+        linear=linear,
+        fp4=fp4_experts,
+        fp8=fp8_experts,
+        modelopt=modelopt,
     )
 
 
@@ -102,17 +118,23 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
         assert vllm.kernels == {Platform.CUDA: ["CudaKernel"], Platform.CPU: ["ours"]}
         assert vllm.linear.MarlinNvFp4LinearKernel == "ours"
         assert vllm.linear._POSSIBLE_FP8_KERNELS[Platform.CPU] == ["our FP8", "CpuFp8"]
-        assert vllm.oracle.backend_to_kernel_cls(Backend.EMULATION) == ["w4a4 experts", "w4a16 experts"]
-        assert vllm.oracle.backend_to_kernel_cls(Backend.MARLIN) == ["vllm MARLIN"]
+        assert vllm.fp4.backend_to_kernel_cls(Backend.EMULATION) == ["w4a4 experts", "w4a16 experts"]
+        assert vllm.fp8.backend_to_kernel_cls(Backend.TRITON) == ["fp8 experts"]
+        assert vllm.root._custom_ops.scaled_fp8_quant == "our quantizer"
+        assert (
+            vllm.fp4.backend_to_kernel_cls(Backend.MARLIN)
+            == vllm.fp8.backend_to_kernel_cls(Backend.MARLIN)
+            == ["vllm MARLIN"]
+        )
         found = dtypes(vllm)
         assert [len(one) for one in found] == [2, 3, 2]
         assert all(one.count(torch.float32) == 1 for one in found)
 
 
 def untouched(vllm: types.SimpleNamespace) -> bool:
-    experts = vllm.oracle.backend_to_kernel_cls(Backend.EMULATION)
+    experts = [*vllm.fp4.backend_to_kernel_cls(Backend.EMULATION), *vllm.fp8.backend_to_kernel_cls(Backend.TRITON)]
     return (vllm.kernels, experts, vllm.linear.MarlinNvFp4LinearKernel) == (
-        {Platform.CUDA: ["CudaKernel"]}, ["vllm EMULATION"], "Marlin",
+        {Platform.CUDA: ["CudaKernel"]}, ["vllm EMULATION", "vllm TRITON"], "Marlin",
     ) and not any(torch.float32 in one for one in dtypes(vllm))  # fmt: skip
 
 

@@ -87,3 +87,19 @@ def test_the_calibrated_amax_itself_does_not_count_and_what_is_an_ulp_of_bf16_ab
             block = torch.full((1, 16), value.item())
             assert nvfp4.saturated_blocks(block, nvfp4.global_scale_from_amax(value)).item() == 0
             assert nvfp4.saturated_blocks(block * (1 + 2.0**-8), nvfp4.global_scale_from_amax(value)).item() == 1
+
+
+@pytest.mark.in_vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm-env)")
+@pytest.mark.parametrize("name", CASES)
+def test_the_plugin_hands_those_values_to_the_gemm(name: str) -> None:
+    """Compiled, on one thread, and wider than the model's dtype where the CPU multiplies that as FP32."""
+    from harness.engines.vllm_cpu.linear import multiplied_dtype, quantize_activation
+
+    x, input_scale, expected = CASES[name]
+    with torch.inference_mode():
+        actual = quantize_activation(x, 1.0 / input_scale)
+    assert actual.dtype == multiplied_dtype(x.dtype)
+    wide = expected.to(actual.dtype)
+    bits = BITS[actual.dtype]
+    assert torch.equal(actual.view(bits), wide.view(bits))

@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"    {command} " in done.stdout for command in COMMANDS)
 
 
-KINDS = ("memory", "fidelity", "accuracy", "throughput", "parity", "import")
+KINDS = ("memory", "fidelity", "accuracy", "throughput", "trtllm-bench", "parity", "import")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"measure {kind}" for kind in KINDS)])

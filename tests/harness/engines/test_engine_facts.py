@@ -11,7 +11,7 @@ import pytest
 from harness.engines import trtllm, vllm
 from harness.engines.prometheus import samples
 from harness.records import EngineMemory
-from qad.errors import EngineError, UsageError
+from qad.errors import UsageError
 
 ReadLog = Callable[[str], str]
 GIB = 2**30
@@ -123,44 +123,9 @@ def test_trtllm_allocates_twice_and_the_last_counts(read_log: ReadLog, model_dir
     assert engine.kernel_path == "NVFP4, kernel not named in the log"
 
 
-BENCH = """#!/bin/sh
-# Simulated: a report with the fields that trtllm-bench 1.2 writes.
-echo "arguments: $@"
-while [ "$1" != --report_json ]; do shift; done
-echo '{"engine": {"version": "1.2.1", "backend": "Pytorch"}, "performance": {"system_output_throughput_tok_s": 1234.5}}' > "$2"
-"""
-
-
 def write_script(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)
-
-
-def test_trtllm_bench_is_driven_and_its_report_read(tmp_path: Path, model_dir: Path) -> None:
-    write_script(tmp_path / "trtllm-bench", BENCH)
-    report = tmp_path / "report.json"
-    python = tmp_path / "python"
-    found = trtllm.bench(python, model_dir, tmp_path / "requests.jsonl", report, options=["--concurrency", "4"])
-    assert found["performance"]["system_output_throughput_tok_s"] == 1234.5
-    printed = (tmp_path / "report.json.log").read_text()
-    assert f"--model_path {model_dir} throughput --dataset {tmp_path / 'requests.jsonl'}" in printed
-    assert printed.strip().endswith("--concurrency 4")
-
-
-def test_trtllm_bench_that_fails_shows_why(tmp_path: Path, model_dir: Path) -> None:
-    python, dataset, report = tmp_path / "python", tmp_path / "d", tmp_path / "report.json"
-    write_script(tmp_path / "trtllm-bench", "#!/bin/sh\necho CUDA out of memory >&2\nexit 3\n")
-    with pytest.raises(EngineError, match=r"ended with code 3; its last lines:\nCUDA out of memory"):
-        trtllm.bench(python, model_dir, dataset, report)
-    write_script(tmp_path / "trtllm-bench", "#!/bin/sh\nsleep 600\n")
-    with pytest.raises(EngineError, match=r"did not end within 0\.5 s"):
-        trtllm.bench(python, model_dir, dataset, report, timeout_s=0.5)
-    write_script(tmp_path / "trtllm-bench", "#!/bin/sh\ntrue\n")
-    with pytest.raises(EngineError, match="no report of trtllm-bench"):
-        trtllm.bench(python, model_dir, dataset, report)
-    (model_dir / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "evil.py"}}')
-    with pytest.raises(UsageError, match="brings its own code"):
-        trtllm.bench(python, model_dir, dataset, report)
 
 
 def test_trtllm_serve_is_started_as_its_documentation_says(tmp_path: Path, model_dir: Path) -> None:
