@@ -34,9 +34,7 @@ from qad.finite import amax, first_not_finite
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
-E2M1_OVERFLOW = (
-    7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more than rounding
-)
+E2M1_OVERFLOW = 7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
