@@ -34,7 +34,9 @@ def checked(run: Run, comparison: Comparison, records: list[Record], others: lis
     note = (
         "Validation text chose the checkpoint; the test text was seen by neither calibration, training nor that choice."
     )
-    return Table("Text, benchmarks and engines of each arm", columns, [Group("", rows)], note, align="left", breakable=True)
+    return Table(
+        "Text, benchmarks and engines of each arm", columns, [Group("", rows)], note, align="left", breakable=True
+    )
 
 
 def _validated(run: Run, arm: str) -> Cell:
