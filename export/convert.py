@@ -23,8 +23,8 @@ from export.rules.metadata import CHECKED
 from export.safetensors_writer import Entry, write_file
 from export.scheme import Scheme
 from export.whole_files import WholeFiles, byte_progress
-from export.writer import KIND, require_apart, require_room
-from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
+from export.writer import KIND, require_room
+from qad.artifact import MANIFEST, Artifact, digest_of, require_apart, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.kv_cache import CAST
 from qad.origin import origin_of

@@ -26,9 +26,9 @@ from export.layout import LAYOUTS, Layout
 from export.rules.against_arm import modules_of_arm
 from export.safetensors_writer import write_file
 from export.scheme import Scheme
-from export.writer import KIND, export_arm, require_apart, require_room
+from export.writer import KIND, export_arm, require_room
 from qad.arm import open_arm
-from qad.artifact import MANIFEST, open_artifact, run_stage
+from qad.artifact import MANIFEST, open_artifact, require_apart, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
 from qad.kv_cache import CAST

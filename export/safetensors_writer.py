@@ -25,7 +25,6 @@ _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": t
            "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # fmt: skip
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 _METADATA = {"format": "pt"}
-_FLUSH = 1 << 28  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +53,10 @@ def write_file(
     Raises OSError (disk full), AssertionError where a tensor is not as announced.
     """
     header, starts = _header(list(entries), metadata)
-    with path.open("wb") as file, ThreadPoolExecutor(1) as disk:
+    with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         base = file.tell()
         announced = dict(starts)
-        unsaved, flushed = 0, disk.submit(lambda: None)
         for name, tensor in tensors:
             start, entry = announced.pop(name)
             if tensor.dtype != _DTYPES[entry.dtype] or tuple(tensor.shape) != entry.shape:
@@ -66,19 +64,14 @@ def write_file(
             file.seek(base + start)
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             progress(entry.bytes)
-            unsaved += entry.bytes
             del tensor  # before the next one is made
-            if unsaved > _FLUSH and flushed.done():  # the disk writes while tensors are made
-                file.flush()
-                flushed.result()
-                unsaved, flushed = 0, disk.submit(os.fdatasync, file.fileno())
         if announced:
             raise AssertionError(f"never written: {sorted(announced)[:3]}")
         file.flush()
-        on_disk = disk.submit(os.fsync, file.fileno())
-        digest = sha256_file(path)  # of bytes that are still in memory
-        flushed.result()
-        on_disk.result()
+        with ThreadPoolExecutor(1) as disk:  # the disk writes while the bytes, still in memory, are hashed
+            on_disk = disk.submit(os.fsync, file.fileno())
+            digest = sha256_file(path)
+            on_disk.result()
     return digest
 
 

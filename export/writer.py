@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from export.scheme import scheme_of
 from export.store import Unit, units
 from export.whole_files import WholeFiles, byte_progress
 from qad.arm import Arm, open_arm
-from qad.artifact import Artifact, open_artifact, run_stage
+from qad.artifact import Artifact, open_artifact, require_apart, run_stage
 from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
 from qad.finite import first_not_finite
@@ -109,22 +108,15 @@ def _weights(arm: Arm, files: WholeFiles, shards: dict[str, list[Unit]]) -> None
 
 
 def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a shard in order. While one unit is checked and written, the next one is made."""
-    with ThreadPoolExecutor(1) as maker:
-        ahead = maker.submit(shard[0].make)
-        for following in (*shard[1:], None):
-            made = ahead.result()
-            if following is not None:
-                ahead = maker.submit(following.make)
-            for name in list(made):
-                tensor = made.pop(name)
-                index = first_not_finite(tensor) if tensor.dtype == torch.bfloat16 else None
-                if index is not None:
-                    raise SourceError(
-                        f"{name} holds {tensor[index].item()} at index {list(index)}: nothing was exported"
-                    )
-                yield name, tensor
-                del tensor  # a group is gone before the next but one is read
+    for unit in shard:
+        made = unit.make()
+        for name in list(made):
+            tensor = made.pop(name)
+            index = first_not_finite(tensor) if tensor.dtype == torch.bfloat16 else None
+            if index is not None:
+                raise SourceError(f"{name} holds {tensor[index].item()} at index {list(index)}: nothing was exported")
+            yield name, tensor
+            del tensor  # a group is gone before the next one is read
 
 
 def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Layout) -> None:
@@ -150,15 +142,6 @@ def _own_files(source: Path) -> list[Path]:
     """The source's files that go along, without weights."""
     found = {path for pattern in _COPIED for path in source.glob(pattern)}
     return sorted(path for path in found if path.is_file() and path.suffix not in _WEIGHTS)
-
-
-def require_apart(out: Path, inputs: dict[str, Path]) -> None:
-    """Raises UsageError where `out` is, holds or lies inside a folder that is only read. inputs: what it is -> folder."""
-    target = out.expanduser().resolve()
-    for what, path in inputs.items():
-        folder = path.expanduser().resolve()
-        if target == folder or folder in target.parents or target in folder.parents:
-            raise UsageError(f"{out} would overwrite or lie inside the {what} {folder}: choose another folder")
 
 
 def require_room(folder: Path, weights: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from qad import provenance
-from qad.errors import ArtifactError, StorageError
+from qad.errors import ArtifactError, StorageError, UsageError
 
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
@@ -141,6 +141,15 @@ def require_place(out: Path, kind: str, known: Mapping[str, Any] = MappingProxyT
         require_writable(out)
     elif any(canonical(found.config.get(key)) != canonical(value) for key, value in known.items()):
         raise _other_settings(found)
+
+
+def require_apart(out: Path, inputs: Mapping[str, Path]) -> None:
+    """Raises UsageError where `out` is, holds or lies inside a folder that is only read. inputs: what it is -> folder."""
+    target = out.expanduser().resolve()
+    for what, path in inputs.items():
+        folder = path.expanduser().resolve()
+        if target == folder or folder in target.parents or target in folder.parents:
+            raise UsageError(f"{out} would overwrite or lie inside the {what} {folder}: choose another folder")
 
 
 def require_writable(out: Path) -> None:

@@ -82,9 +82,8 @@ def calibrate(
     progress: Callable[[int], object] = lambda tokens: None,
     batch_size: int = 8,
     kv_cache: str = OFF,
-    device: str = "cpu",
 ) -> Calibration:
-    """Input scales of every selected module, and KV scales under the policy `kv_cache` (qad.kv_cache). device: the model's.
+    """Input scales of every selected module, and KV scales under the policy `kv_cache` (qad.kv_cache).
 
     Packed windows hold no padding; where a caller adds some it is not observed. A module that sees only zeros gets the
     scale of amax 1.0. Experts without a token are warned about. Raises SourceError for activations that are not finite, and
@@ -95,11 +94,12 @@ def calibrate(
     caches = attentions(model) if kv_cache in CALIBRATES else []
     if not modules and not caches:
         return Calibration({}, {}, ())
+    device = next(model.parameters()).device
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(AmaxObserver(model, modules))
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
         forward = stack.enter_context(_forward(model, modules))
-        stack.enter_context(widened_linears(device))
+        stack.enter_context(widened_linears(device.type))
         tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
         for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
             observer.counted_BT = None if counted.all() else counted.to(device)

@@ -265,10 +265,9 @@ def _train(args: argparse.Namespace) -> int:
 def _require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:
     """Refuse a place that cannot become what is asked, before anything is computed. apart: what it is -> folder that is only
     read. known: of the stage's config."""
-    from export.writer import require_apart
-    from qad.artifact import require_place
+    from qad.artifact import require_apart, require_place
 
-    require_apart(out, dict(apart))
+    require_apart(out, apart)
     require_place(out, kind, known)
 
 

@@ -332,13 +332,11 @@ def fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tens
 
 
 def _reciprocal(x: Tensor) -> Tensor:
-    """vLLM's safe reciprocal: a zero divisor counts as 1e8. The value it scales is then multiplied by zero."""
-    return _one_over(x + (x == 0) * 1e8)
+    """vLLM's safe reciprocal: a zero divisor counts as 1e8. The value it scales is then multiplied by zero.
 
-
-def _one_over(x: Tensor) -> Tensor:
-    """1 / x as a division of FP32 tensors: what `1.0 / x` compiles to on CUDA before torch 2.13 is not the nearest."""
-    return torch.ones_like(x) / x
+    A division of FP32 tensors, because what `1.0 / x` compiles to on CUDA before torch 2.13 is not the nearest.
+    """
+    return torch.ones_like(x) / (x + (x == 0) * 1e8)
 
 
 def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:

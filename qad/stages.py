@@ -222,9 +222,7 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
             model = _calibrated_model(job)
             headroom = job.recipe.calibrate.headroom
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
-                found = calibrate(
-                    model, job.selection, windows, headroom, bar.update, kv_cache=policy, device=job.device
-                )
+                found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
         facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)

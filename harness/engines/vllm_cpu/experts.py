@@ -198,7 +198,9 @@ def scaled_fp8_quant(input: Tensor, scale: Tensor, *unused: Any, **options: Any)
     """vLLM's function of that name for one static scale, [M, N] -> E4M3 [M, N]. Its CPU build has the operator's name alone,
     and the FP8 methods of experts call it when they join the two halves of w13: halves of one scale keep their bytes."""
     if scale is None or scale.numel() != 1 or any(options.values()) or any(one is not None for one in unused):
-        raise NotImplementedError("the CPU plugin quantizes weights to FP8 with one static scale only")
+        raise ValueError(
+            "the CPU plugin takes FP8 experts with one static scale a tensor only: export them so (format FP8)"
+        )
     values = input.float() * (1.0 / scale.reshape(()))
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 

@@ -24,6 +24,7 @@ from harness.engines.vllm_cpu.plugin import say_emulated
 from qad import fp8
 from qad.compiled import compilation, compiled
 from qad.nvfp4 import QuantizedTensor, as_blocks, dequantize, fake_quantize_activation_blocks
+from qad.widened import multiplies_bfloat16
 
 _PACKED = ("weight_scale", "weight_global_scale", "alpha")
 _SERIAL = 1 << 17  # elements of an activation: below it the GEMM that follows takes many times as long on any machine
@@ -33,11 +34,8 @@ _SERIAL = 1 << 17  # elements of an activation: below it the GEMM that follows t
 def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that what is in the model's dtype is multiplied in. On a CPU without BF16 units BF16 is multiplied as FP32,
     several times as fast: FP32 holds the same values, and sums are FP32 either way."""
-    cpu: Any = torch.cpu
-    bfloat16 = current_platform.get_cpu_architecture() != CpuArchEnum.X86 or (
-        cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
-    )
-    return torch.float32 if dtype == torch.bfloat16 and not bfloat16 else dtype
+    native = current_platform.get_cpu_architecture() != CpuArchEnum.X86 or multiplies_bfloat16("cpu")
+    return torch.float32 if dtype == torch.bfloat16 and not native else dtype
 
 
 def quantize_activation(x: Tensor, encode_scale: Tensor) -> Tensor:
