@@ -4,9 +4,11 @@ Rounding alone never makes two implementations of one FP32 model differ by 1e-3 
 quantized activations turn a last bit into another FP4 code, and from there on two right implementations part. With a
 model of 30 layers that happens within some ten tokens. So
 
-    end to end     every log-probability within TOLERANCE. Required in FP32 on a CPU where activations are not quantized
-    rounding       otherwise, where a sequence exceeds it: mean KL, over those sequences, no more than FLOOR_FACTOR times what the
-                   reference itself gets from computing the same tokens in a finer dtype, in the same run
+    end to end     every log-probability within TOLERANCE, in FP32 on a CPU; where activations are quantized, ties between two
+                   codes are decided as the engine decided them (harness.ties)
+    rounding       where that cannot be asked (another dtype or device, a compiled engine, quantized inputs that it does not show,
+                   as within experts) and a sequence exceeds it: mean KL, over those sequences, no more than FLOOR_FACTOR times
+                   what the reference itself gets from computing the same tokens in a finer dtype, in the same run
     layer by layer every quantized Linear alone, on the reference's own input, within LAYER_TOLERANCE
 
 Both sides read the same files: a scale that is wrong in itself is the checker's to find. What is found here is what the
@@ -27,7 +29,7 @@ from harness.records import ParityData, ParityLayer, ParityPrompt
 from qad.fusion import experts_of
 from qad.linear import QuantizedLinear
 
-SHORT = 48  # tokens of a sequence, prompt and generated: longer ones only make FP4 codes part
+SHORT = 48  # tokens of a sequence, prompt and generated: longer ones only make more FP4 codes part
 TOLERANCE = 1e-3  # nats
 LAYER_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}  # of the output's largest value
 FLOOR_FACTOR = 3.0  # where a code flips first is chance; measured ratios of the real vLLM are near 2
@@ -91,9 +93,10 @@ def finer(model: Any) -> Iterator[None]:
             tensor.data = data
 
 
-def must_agree(dtype: str, device: str, quantizes_activations: bool) -> bool:
-    """True where every single log-probability has to agree."""
-    return dtype == "float32" and device == "cpu" and not quantizes_activations
+def must_agree(dtype: str, device: str, hides_inputs: bool) -> bool:
+    """True where every single log-probability has to agree. hides_inputs: of some Linear that quantizes its input, the engine did
+    not show what that was."""
+    return dtype == "float32" and device == "cpu" and not hides_inputs
 
 
 def agrees(one: ParityPrompt) -> bool:
@@ -133,11 +136,11 @@ def compare_layers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> lis
 
 
 def judge(
-    prompts_: list[ParityPrompt], layers: list[ParityLayer], *, dtype: str, device: str, quantizes_activations: bool,
-    reference_: str, log: list[str], other: Sequence[str] = (),
+    prompts_: list[ParityPrompt], layers: list[ParityLayer], *, dtype: str, device: str, hides_inputs: bool, reference_: str,
+    log: list[str], other: Sequence[str] = (),
 ) -> ParityData:  # fmt: skip
     """The verdict, each failure in a line. `other`: what else was found to be wrong with the folder."""
-    strict = must_agree(dtype, device, quantizes_activations)
+    strict = must_agree(dtype, device, hides_inputs)
     apart = [(number, one) for number, one in enumerate(prompts_) if not agrees(one)]
     broken = [(n, one) for n, one in apart if strict or one.max_difference is None or one.mean_kl is None]
     failures = [*other, *(_difference(number, one) for number, one in broken)]
@@ -160,7 +163,8 @@ def _difference(number: int, one: ParityPrompt) -> str:
     if one.max_difference is None or one.mean_kl is None:
         return f"{where}: log-probabilities that are not numbers"
     agree = f"{one.tokens_equal} of {one.output_tokens} greedy tokens agree"
-    return f"{where}: log-probabilities {_text(one.max_difference)} nats apart, {agree}"
+    parts = f"; its inputs part from the reference's at {one.parts_at}" if one.parts_at else ""
+    return f"{where}: log-probabilities {_text(one.max_difference)} nats apart, {agree}{parts}"
 
 
 def _beyond_floor(apart: list[ParityPrompt]) -> list[str]:

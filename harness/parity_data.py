@@ -15,7 +15,9 @@ class ParityPrompt:
     max_difference, mean_difference: of a log-probability, nats; the mean is over positions and vocabulary, and None in records
     from before it was kept. tokens_equal: generated tokens that are the reference's argmax as well. mean_kl: KL(reference ||
     engine), nats; floor_kl: KL(reference || the reference in a finer dtype), None where it was not needed. None elsewhere: not a
-    number.
+    number. ties: blocks of activations on the edge between two codes that the reference decided as the engine did before it
+    agreed (harness.ties); None: it needed none, or they could not be had. untied_difference: max_difference without them.
+    parts_at: of a prompt that does not agree, the first Linear whose input in the engine is not the reference's; None: unknown.
     """
 
     input_tokens: int
@@ -25,6 +27,9 @@ class ParityPrompt:
     mean_kl: float | None
     floor_kl: float | None
     mean_difference: float | None = dataclasses.field(default=None, metadata=LATER)
+    ties: int | None = dataclasses.field(default=None, metadata=LATER)
+    untied_difference: float | None = dataclasses.field(default=None, metadata=LATER)
+    parts_at: str | None = dataclasses.field(default=None, metadata=LATER)
 
 
 @dataclasses.dataclass(frozen=True)

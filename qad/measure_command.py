@@ -358,6 +358,11 @@ def _parity(args: argparse.Namespace, say: _Say) -> int:
     agree = sum(p.max_difference is not None and p.max_difference <= data.tolerance for p in data.prompts)
     say(f"parity {'holds' if data.holds else 'fails'}: {agree} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
         f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    tied = [p for p in data.prompts if p.ties is not None]
+    if tied:
+        untied = max(p.untied_difference or 0.0 for p in tied)
+        say(f"  {sum(p.ties or 0 for p in tied)} blocks of activations lay on the edge between two codes and were decided as the "
+            f"engine did; without that, log-probabilities part by up to {untied:.2g} nats")  # fmt: skip
     for p in data.prompts:
         if p.floor_kl is not None:
             say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "

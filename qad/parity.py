@@ -20,7 +20,7 @@ from qad.source import open_checkpoint
 
 if TYPE_CHECKING:
     from harness.engines.vllm_scores import Scores
-    from harness.records import ParityData
+    from harness.records import ParityData, ParityPrompt
 
 _GLOBAL = {"weight_scale_2", "weight_global_scale"}
 _INPUT = {"input_scale", "input_global_scale"}
@@ -77,27 +77,32 @@ def compared(
     folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores
 ) -> ParityData:
     """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
-    from harness import parity
-    from qad.linear import QuantizedLinear
+    from harness import parity, ties
 
-    dtype, wrapped = loaded.engine.dtype, [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
-    activations = any(m.input_scale is not None for m in wrapped)
-    asked = list(zip(prompts, scores.tokens, scores.log_probs, strict=True))
-    ours = [parity.log_probs(loaded.model, prompt, tokens) for prompt, tokens, _ in asked]
-    found = [
-        parity.compare_prompt(prompt, tokens, theirs, own)
-        for (prompt, tokens, theirs), own in zip(asked, ours, strict=True)
-    ]
-    apart = [number for number, one in enumerate(found) if not parity.agrees(one)]
-    if apart and not parity.must_agree(dtype, scores.device, activations):
-        with parity.finer(loaded.model):
+    model, dtype, asked = loaded.model, loaded.engine.dtype, range(len(prompts))
+    ours = [parity.log_probs(model, prompt, tokens) for prompt, tokens in zip(prompts, scores.tokens, strict=True)]
+
+    def found_with(own: torch.Tensor, number: int) -> ParityPrompt:
+        return parity.compare_prompt(prompts[number], scores.tokens[number], scores.log_probs[number], own)
+
+    found = [found_with(ours[number], number) for number in asked]
+    hidden = any(ties.input_of(name, inputs) is None for inputs in scores.inputs for name in ties.quantizers(model))
+    for number in (n for n in asked if not parity.agrees(found[n]) and scores.inputs[n]):
+        with ties.taken_from(model, scores.inputs[number]) as taken:
+            tied = found_with(parity.log_probs(model, prompts[number], scores.tokens[number]), number)
+        untied = found[number].max_difference
+        agreed = dataclasses.replace(tied, ties=taken.taken, untied_difference=untied)
+        parted = dataclasses.replace(found[number], parts_at=taken.apart)
+        found[number] = agreed if parity.agrees(tied) else parted
+    apart = [number for number in asked if not parity.agrees(found[number])]
+    if apart and not parity.must_agree(dtype, scores.device, hidden):
+        with parity.finer(model):
             for number in apart:
-                prompt, tokens, _ = asked[number]
-                floor = parity.mean_kl(ours[number], parity.log_probs(loaded.model, prompt, tokens))
+                floor = parity.mean_kl(ours[number], parity.log_probs(model, prompts[number], scores.tokens[number]))
                 found[number] = dataclasses.replace(found[number], floor_kl=floor)
     return parity.judge(
-        found, parity.compare_layers(scores.layers, outputs), dtype=dtype, device=scores.device,
-        quantizes_activations=activations, log=scores.kernels, other=[*changed_files(folder), *unequal_scales(folder)],
+        found, parity.compare_layers(scores.layers, outputs), dtype=dtype, device=scores.device, hides_inputs=hidden,
+        log=scores.kernels, other=[*changed_files(folder), *unequal_scales(folder)],
         reference_=f"transformers {loaded.engine.version}, torch {torch.__version__}, {loaded.engine.kernel_path}",
     )  # fmt: skip
 

@@ -79,8 +79,9 @@ def parity(records: list[Record]) -> Table | None:
                "Greedy tokens equal", "Worst Linear alone"]  # fmt: skip
     note = (
         "The engine’s log-probabilities of the same tokens beside the torch reference’s, over the whole vocabulary at every "
-        "position. Quantized activations turn a last bit into another FP4 code, so there parity is that the engine is not "
-        "much further away than the reference is from itself in a finer dtype, and that every Linear alone agrees."
+        "position. Quantized activations turn a last bit into another FP4 code. Where the engine shows its activations, such "
+        "ties are decided as it decided them; elsewhere parity is that the engine is not much further away than the reference "
+        "is from itself in a finer dtype. Every Linear alone agrees as well."
     )
     return Table("An engine beside the torch reference", columns, [Group("", rows)], note, align="left", breakable=True)
 
@@ -104,12 +105,21 @@ def _cells(found: Parity) -> list[Cell]:
         Cell("holds" if found.holds else "fails", failed or clean(data.reference, 160)),
         Cell(name, f"{clean(engine.kernel_path or 'kernels unknown', 120)}{device}", engine_tags(engine)),
         Cell(clean(found.layout or "not recorded", 40)),
-        Cell(_number(found.max_difference), f"limit {significant(data.tolerance)}"),
+        Cell(_number(found.max_difference), f"limit {significant(data.tolerance)}{_ties(data)}"),
         Cell("not recorded" if _unrecorded(data) else _number(found.mean_difference)),
         Cell(_number(found.mean_kl), floor),
         Cell(f"{found.tokens_equal:,} of {found.tokens:,}", plural(len(data.prompts), "prompt")),
         alone,
     ]
+
+
+def _ties(data: ParityData) -> str:
+    """How many ties were decided as the engine did, and what the difference is without."""
+    tied = [prompt for prompt in data.prompts if prompt.ties is not None]
+    if not tied:
+        return ""
+    untied = max(prompt.untied_difference or 0.0 for prompt in tied)
+    return f"; {plural(sum(prompt.ties or 0 for prompt in tied), 'tie')} as the engine, {significant(untied)} without"
 
 
 def _unrecorded(data: ParityData) -> bool:

@@ -1,9 +1,10 @@
-"""Run by vLLM's own Python: greedy tokens, log-probabilities and outputs of single layers, for the parent to compare.
+"""Run by vLLM's own Python: greedy tokens, log-probabilities, inputs and outputs of layers, for the parent to compare.
 
     python -m harness.engines.vllm_child JOBS.json
 
-JOBS.json is a list of `Job`s. Of each, OUT holds TOKENS and LOGPROBS of every prompt and LAYER of every module asked for,
-as safetensors, with the engine's facts as metadata. One process may open several folders, one after the other.
+JOBS.json is a list of `Job`s. Of each, OUT holds TOKENS and LOGPROBS of every prompt, INPUT of every module asked for as that
+prompt went through it (FP32, not compiled), and LAYER of every such module alone, as safetensors, with the engine's facts as
+metadata. One process may open several folders, one after the other.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import dataclasses
 import gc
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TOKENS, LOGPROBS, LAYER = "tokens.{}", "logprobs.{}", "layer.{}"
+TOKENS, LOGPROBS, INPUT, LAYER = "tokens.{}", "logprobs.{}", "input.{}.{}", "layer.{}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +63,21 @@ def run(job: Job) -> None:
         max_model_len=longest + 1, max_num_seqs=max(2, len(job.prompts)), enable_prefix_caching=False,
         hf_overrides=job.overrides or None, disable_log_stats=True,
     )  # fmt: skip
+    inputs = load_file(job.layers) if job.layers else {}
+    seen: dict[str, list[Tensor]] = {}
+    kept = inputs if job.eager and job.dtype == "float32" else {}  # a compiled model calls no module
+    (hooks,) = llm.apply_model(lambda model: [keep(name, layer, seen) for name, layer, _ in linears(model, kept)])
     tensors: dict[str, Tensor] = {}
     for number, prompt in enumerate(job.prompts):
+        seen.clear()
         tensors |= {name.format(number): value for name, value in answer(llm, prompt, job.new_tokens).items()}
-    if job.layers:
-        inputs = load_file(job.layers)
-        for outputs in llm.apply_model(lambda model: layer_outputs(model, inputs)):
-            tensors |= {LAYER.format(name): value for name, value in outputs.items()}
+        # Rows of the prompt, then one of each token but the last; the engine may have begun a step more.
+        rows = len(prompt) + job.new_tokens - 1
+        tensors |= {INPUT.format(number, name): torch.cat(steps)[:rows] for name, steps in seen.items()}
+    for hook in hooks:
+        hook.remove()
+    for outputs in llm.apply_model(lambda model: layer_outputs(model, inputs)):
+        tensors |= {LAYER.format(name): value for name, value in outputs.items()}
     facts = {"vllm": vllm.__version__, "torch": torch.__version__, "device": str(current_platform.device_type)}
     save_file(tensors, job.out, metadata=facts)
     del llm
@@ -99,21 +109,34 @@ def _table(flat: Any) -> Tensor:
     return table
 
 
+def linears(model: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Any, list[str]]]:
+    """Every quantized Linear whose input is given: the checkpoint's name of its first member, module, names of its members."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, module in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        members = [f"{parent}.{member}" for member in fused.get(leaf, [leaf])]
+        quantized = hasattr(getattr(module, "quant_method", None), "apply") and hasattr(module, "logical_widths")
+        if quantized and members[0] in inputs:
+            yield members[0], module, members
+
+
+def keep(name: str, module: Any, seen: dict[str, list[Tensor]]) -> Any:
+    """Append what the module is called with, [rows, K], to `seen[name]` at every call."""
+
+    def hook(module: Any, args: tuple[Tensor, ...]) -> None:
+        seen.setdefault(name, []).append(args[0].detach().float().cpu().clone())
+
+    return module.register_forward_pre_hook(hook)
+
+
 def layer_outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Output [t, N] of every Linear whose input is given, alone; fused ones are taken apart into the checkpoint's names."""
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     found: dict[str, Tensor] = {}
     with torch.inference_mode():
-        for name, module in model.named_modules():
-            parent, _, leaf = name.rpartition(".")
-            members = [f"{parent}.{member}" for member in fused.get(leaf, [leaf])]
-            method = getattr(module, "quant_method", None)
-            if members[0] not in inputs or not hasattr(method, "apply") or not hasattr(module, "logical_widths"):
-                continue
+        for name, module, members in linears(model, inputs):
             dtype, device = _place(module)
-            x = inputs[members[0]].to(device=device, dtype=dtype)
-            assert method is not None
-            y = method.apply(module, x, getattr(module, "bias", None))
+            x = inputs[name].to(device=device, dtype=dtype)
+            y = module.quant_method.apply(module, x, getattr(module, "bias", None))
             parts = y.split(list(module.logical_widths), dim=-1) if len(members) > 1 else [y]
             found |= {m: part.float().cpu().contiguous() for m, part in zip(members, parts, strict=True)}
     return found

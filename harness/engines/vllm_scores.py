@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.engines import vllm
 from harness.engines.process import ServerProcess
-from harness.engines.vllm_child import LAYER, LOGPROBS, TOKENS, Job
+from harness.engines.vllm_child import INPUT, LAYER, LOGPROBS, TOKENS, Job
 from qad.errors import EngineError
 
 _POLL_S = 0.2
@@ -35,6 +35,8 @@ class Scores:
 
     tokens     per prompt, int64 [n]: what was generated, greedily
     log_probs  per prompt, float32 [T - 1 + n, V]: of the token that follows each position
+    inputs     per prompt, what went into the Linears asked for, float32 [T - 1 + n, K], by name of the first that shares it;
+               empty where they cannot be had (compiled, or another dtype than FP32)
     layers     output of each Linear asked for, float32 [t, N]
     kernels    lines of the engine's log about kernels
     log        the engine's whole log
@@ -42,6 +44,7 @@ class Scores:
 
     tokens: list[Tensor]
     log_probs: list[Tensor]
+    inputs: list[dict[str, Tensor]]
     layers: dict[str, Tensor]
     version: str
     torch: str
@@ -100,14 +103,16 @@ def kernel_lines(log: str) -> list[str]:
 
 def _read(one: Job, log: str) -> Scores:
     with safe_open(one.out, framework="pt") as file:
-        facts = file.metadata()
-        names = set(file.keys())
-        count = len(one.prompts)
-        prefix = LAYER.format("")
+        facts, count = file.metadata(), range(len(one.prompts))
+
+        def named(prefix: str) -> dict[str, Tensor]:
+            keys = (key for key in file.keys() if key.startswith(prefix))  # noqa: SIM118 (not a dict)
+            return {key.removeprefix(prefix): file.get_tensor(key) for key in sorted(keys)}
+
         return Scores(
-            tokens=[file.get_tensor(TOKENS.format(i)) for i in range(count)],
-            log_probs=[file.get_tensor(LOGPROBS.format(i)) for i in range(count)],
-            layers={n.removeprefix(prefix): file.get_tensor(n) for n in sorted(names) if n.startswith(prefix)},
+            tokens=[file.get_tensor(TOKENS.format(i)) for i in count],
+            log_probs=[file.get_tensor(LOGPROBS.format(i)) for i in count],
+            inputs=[named(INPUT.format(i, "")) for i in count], layers=named(LAYER.format("")),
             version=facts["vllm"], torch=facts["torch"], device=facts["device"],
             kernels=kernel_lines(log), log=log,
         )  # fmt: skip

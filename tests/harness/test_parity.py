@@ -35,7 +35,7 @@ def judged(prompts: list[ParityPrompt], layers: tuple[ParityLayer, ...] = (), **
     facts = {
         "dtype": "float32",
         "device": "cpu",
-        "quantizes_activations": False,
+        "hides_inputs": False,
         "reference_": "made up",
         "log": ["a line"],
     }
@@ -68,8 +68,8 @@ def test_not_a_number_is_none_and_never_parity() -> None:
     off = torch.zeros(6, VOCABULARY)
     off[0, 0] = float("nan")
     assert compared(off).max_difference is None
-    for activations in (False, True):
-        data = judged([compared(off)], quantizes_activations=activations)
+    for hidden in (False, True):
+        data = judged([compared(off)], hides_inputs=hidden)
         assert data.failures == ["prompt 0 (4 + 3 tokens): log-probabilities that are not numbers"]
 
 
@@ -81,24 +81,29 @@ def test_a_padded_vocabulary_is_compared_as_far_as_both_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "activations", "strict"),
+    ("dtype", "device", "hidden", "strict"),
     [
         ("float32", "cpu", False, True), ("float32", "cpu", True, False), ("bfloat16", "cpu", False, False),
         ("float32", "cuda", False, False),
     ],
 )  # fmt: skip
-def test_where_every_log_probability_has_to_agree(dtype: str, device: str, activations: bool, strict: bool) -> None:
-    assert parity.must_agree(dtype, device, activations) is strict
+def test_where_every_log_probability_has_to_agree(dtype: str, device: str, hidden: bool, strict: bool) -> None:
+    assert parity.must_agree(dtype, device, hidden) is strict
     far = [compared(towards(1), floor=10.0)]
-    assert judged(far, dtype=dtype, device=device, quantizes_activations=activations).holds is not strict
+    assert judged(far, dtype=dtype, device=device, hides_inputs=hidden).holds is not strict
 
 
-def test_quantized_activations_are_held_by_the_references_own_rounding() -> None:
+def test_where_inputs_part_is_named() -> None:
+    (line,) = judged([dataclasses.replace(compared(2e-3), parts_at="layers.3.o_proj")]).failures
+    assert line.endswith("; its inputs part from the reference's at layers.3.o_proj")
+
+
+def test_hidden_activations_are_held_by_the_references_own_rounding() -> None:
     distance = compared(towards(1)).mean_kl
     assert distance is not None
     inside, outside = (compared(towards(1), floor=distance / share) for share in (2.9, 3.1))
-    assert judged([compared(), inside], quantizes_activations=True).holds
-    (line,) = judged([outside], quantizes_activations=True).failures
+    assert judged([compared(), inside], hides_inputs=True).holds
+    (line,) = judged([outside], hides_inputs=True).failures
     assert line.startswith("1 prompts: mean KL ")
     assert line.endswith("0 of 3 greedy tokens agree") or "3 greedy tokens agree" in line
 
@@ -106,12 +111,12 @@ def test_quantized_activations_are_held_by_the_references_own_rounding() -> None
 def test_prompts_are_held_together_because_where_a_code_flips_first_is_chance() -> None:
     distance = compared(towards(1)).mean_kl or 0.0
     early, late = compared(towards(1), floor=0.0), compared(towards(1), floor=distance)
-    assert judged([early, late], quantizes_activations=True).holds
-    assert not judged([early, early, early, late], quantizes_activations=True).holds
+    assert judged([early, late], hides_inputs=True).holds
+    assert not judged([early, early, early, late], hides_inputs=True).holds
 
 
 def test_without_any_floor_the_tolerance_bounds_the_distance() -> None:
-    assert not judged([compared(towards(1), floor=0.0)], quantizes_activations=True).holds
+    assert not judged([compared(towards(1), floor=0.0)], hides_inputs=True).holds
 
 
 def test_a_finer_dtype_has_the_same_values_and_leaves_no_trace() -> None:
@@ -153,7 +158,7 @@ def test_prompts_leave_room_within_a_short_sequence() -> None:
 
 
 def test_a_record_is_written_and_read(tmp_path: Path) -> None:
-    data = judged([compared(1e-4, floor=0.5)], (ParityLayer("a", None),), quantizes_activations=False)
+    data = judged([compared(1e-4, floor=0.5)], (ParityLayer("a", None),), hides_inputs=False)
     engine = Engine("vllm", "0.32.0", "float32", "cpu", "CpuNvFp4LinearKernel (FP4 emulated)", True)
     record = Record("ptq", "m", "c" * 64, engine, {"dtype": "float32"}, {}, "2025-01-01", 1.0, data)
     records.write(record, tmp_path / "parity.json")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +14,56 @@ import torch
 from ptq_export import export_ptq
 from safetensors.torch import load_file, save_file
 
-from harness import parity, records
+from harness import parity, records, ties
 from harness.engines import transformers, vllm_scores
 from harness.engines.vllm_child import Job
 from harness.engines.vllm_scores import Scores
 from harness.records import ParityData
 from qad.cli import main
 from qad.errors import EngineError
+from qad.fusion import siblings_of
 from qad.parity import changed_files, plain_cache, unequal_scales
 
 LOG = "(EngineCore) INFO 01-01 00:00:00 [__init__.py:1240] Using CpuNvFp4LinearKernel for NVFP4 GEMM\n"
 
 
-def answer_of(one: Job, wrong: bool = False) -> Scores:
-    """What an engine would say that computes exactly what the reference does, or takes each token for its neighbour."""
+@contextlib.contextmanager
+def rounding_otherwise(model: Any, noise: float) -> Iterator[dict[str, torch.Tensor]]:
+    """Quantized Linears get inputs that are off by so much of a token's largest value, as by other kernels; yields them."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> Any:
+        generator = torch.Generator().manual_seed(sum(siblings_of(name)[0].encode()))  # one input, one error
+
+        def off(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            by = noise * (2 * torch.rand(args[0].shape, generator=generator) - 1) * args[0].abs().amax(-1, keepdim=True)
+            seen[name] = (args[0] + by)[0]
+            return (args[0] + by,)
+
+        return off
+
+    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in ties.quantizers(model).items()]
+    yield seen
+    for one in hooks:
+        one.remove()
+
+
+def answer_of(one: Job, wrong: bool = False, shows: bool = True, noise: float = 0.0) -> Scores:
+    """What an engine would say that computes what the reference does, but for its rounding, or takes each token for its
+    neighbour. shows: its Linears' inputs."""
     loaded = transformers.load(Path(one.folder), one.dtype, "cpu")
-    tokens, log_probs = [], []
+    tokens, log_probs, inputs = [], [], []
     for prompt in one.prompts:
         ids = list(prompt)
         for _ in range(one.new_tokens):
             ids.append(int(parity._logits(loaded.model, ids)[-1].argmax()))
-        values = parity._logits(loaded.model, ids[:-1]).double().log_softmax(-1).float()
+        with rounding_otherwise(loaded.model, noise) as seen:
+            values = parity._logits(loaded.model, ids[:-1]).double().log_softmax(-1).float()
         log_probs.append(values.roll(1, -1) if wrong else values)
         tokens.append(torch.tensor(ids[len(prompt) :]))
+        inputs.append(seen if shows else {})
     layers = parity.layer_inputs(loaded.model, one.prompts[0])[1]
-    return Scores(tokens, log_probs, layers, "0.32.0", "2.13.0", "cpu", vllm_scores.kernel_lines(LOG), LOG)
+    return Scores(tokens, log_probs, inputs, layers, "0.32.0", "2.13.0", "cpu", vllm_scores.kernel_lines(LOG), LOG)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +79,10 @@ def exported(exported_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """measure(folder, wrong) -> exit code and record of the command."""
+    """measure(folder, how it answers) -> exit code and record of the command."""
 
-    def measured(folder: Path, wrong: bool = False) -> tuple[int, records.Record]:
-        monkeypatch.setattr(vllm_scores, "ask", lambda python, jobs, scratch: [answer_of(one, wrong) for one in jobs])
+    def measured(folder: Path, **how: Any) -> tuple[int, records.Record]:
+        monkeypatch.setattr(vllm_scores, "ask", lambda python, jobs, scratch: [answer_of(one, **how) for one in jobs])
         python = tmp_path / "python"
         python.touch(mode=0o755)
         out = tmp_path / "parity.json"
@@ -79,8 +106,33 @@ def test_it_holds_and_the_record_says_by_what_kernel(exported_dir: Path, measure
     assert "16 of 16 greedy tokens equal, 14 layers alone" in capsys.readouterr().out
 
 
-def test_a_difference_is_exit_code_1_and_says_where(exported_dir: Path, measure: Any, capsys: Any) -> None:
+def test_codes_that_rounding_decides_are_decided_as_the_engine_did(
+    exported_dir: Path, measure: Any, capsys: Any
+) -> None:
+    code, record = measure(exported_dir, noise=2e-5)
+    assert code == 0
+    tied = [one for one in record.data.prompts if one.ties]
+    assert tied
+    assert all(one.untied_difference > 1e-3 > one.max_difference for one in tied)
+    assert all(one.floor_kl is None and one.parts_at is None for one in record.data.prompts)
+    assert "lay on the edge between two codes and were decided as the engine did" in capsys.readouterr().out
+
+
+def test_more_than_rounding_is_told_with_the_place(exported_dir: Path, measure: Any, capsys: Any) -> None:
+    code, record = measure(exported_dir, noise=2e-3)
+    assert code == 1
+    assert {one.parts_at for one in record.data.prompts} == {"model.layers.0.self_attn.q_proj"}
+    assert "its inputs part from the reference's at model.layers.0.self_attn.q_proj" in capsys.readouterr().out
+
+
+def test_a_difference_of_an_engine_that_shows_its_inputs_fails_each_prompt(exported_dir: Path, measure: Any) -> None:
     code, record = measure(exported_dir, wrong=True)
+    assert code == 1
+    assert [line.partition(" (")[0] for line in record.data.failures] == [f"prompt {number}" for number in range(4)]
+
+
+def test_of_one_that_hides_them_the_distance_says_it(exported_dir: Path, measure: Any, capsys: Any) -> None:
+    code, record = measure(exported_dir, wrong=True, shows=False)
     assert code == 1
     assert len(record.data.failures) == 1
     assert all(one.floor_kl is not None for one in record.data.prompts)
