@@ -62,8 +62,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     root = module("vllm", __version__="0.32.0", _custom_ops=custom_ops)
     module("vllm.platforms", current_platform=types.SimpleNamespace(is_cpu=lambda: platform.cpu), PlatformEnum=Platform)
     base = "vllm.model_executor"
-    for name in (base, f"{base}.layers", f"{base}.layers.fused_moe"):
-        module(name)
+    products = module(f"{base}.layers.utils", dispatch_cpu_unquantized_gemm="vLLM's products")
+    for name, content in ((base, {}), (f"{base}.layers", {"utils": products}), (f"{base}.layers.fused_moe", {})):
+        module(name, **content)
     linear = module(
         f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]},
         register_linear_kernel=register_linear_kernel, MarlinNvFp4LinearKernel="Marlin",
@@ -83,7 +84,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         ModelOptFp8Config=Fp8,
     )  # fmt: skip
     module(f"{base}.layers.quantization", modelopt=modelopt)
-    module("harness.engines.vllm_cpu.linear", CpuNvFp4LinearKernel="ours", CpuFp8LinearKernel="our FP8")
+    module(
+        "harness.engines.vllm_cpu.linear",
+        CpuNvFp4LinearKernel="ours",
+        CpuFp8LinearKernel="our FP8",
+        widened_dispatch=lambda original: f"{original}, widened",
+    )
     module(
         "harness.engines.vllm_cpu.experts",
         NVFP4_EXPERTS=("w4a4 experts", "w4a16 experts"),
@@ -95,6 +101,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         platform=platform,
         kernels=kernels,
         linear=linear,
+        products=products,
         fp4=fp4_experts,
         fp8=fp8_experts,
         modelopt=modelopt,
@@ -117,6 +124,7 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
         plugin.register()
         assert vllm.kernels == {Platform.CUDA: ["CudaKernel"], Platform.CPU: ["ours"]}
         assert vllm.linear.MarlinNvFp4LinearKernel == "ours"
+        assert vllm.products.dispatch_cpu_unquantized_gemm == "vLLM's products, widened"
         assert vllm.linear._POSSIBLE_FP8_KERNELS[Platform.CPU] == ["our FP8", "CpuFp8"]
         assert vllm.fp4.backend_to_kernel_cls(Backend.EMULATION) == ["w4a4 experts", "w4a16 experts"]
         assert vllm.fp8.backend_to_kernel_cls(Backend.TRITON) == ["fp8 experts"]

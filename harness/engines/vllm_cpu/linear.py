@@ -8,15 +8,18 @@ runs over the model, keeps it as it is: the project's own fused kernel, to the b
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -83,6 +86,27 @@ def multiply(layer: Any, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> 
     multiplied = layer.weight.dtype
     y: Tensor = layer.cpu_linear(x.to(multiplied), layer.weight, None if bias is None else bias.to(multiplied))
     return y.to(dtype)
+
+
+def widened_dispatch(original: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
+    """vLLM's choice of a product for an unquantized Linear; in a quantized model, of which it is lm_head, in `multiplied_dtype`
+    as well."""
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        weight, config = layer.weight, get_current_vllm_config_or_none()
+        wide = multiplied_dtype(weight.dtype)
+        quantized = config is not None and config.quant_config is not None
+        looked_up = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        if wide == weight.dtype or weight.ndim != 2 or weight.is_meta or looked_up or not quantized:
+            original(layer, remove_weight)
+            return
+        product = types.SimpleNamespace(weight=torch.nn.Parameter(weight.to(wide), requires_grad=False))
+        original(product, True)
+        layer.cpu_linear = lambda x, weight, bias: multiply(product, x, bias, x.dtype)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    return dispatch_cpu_unquantized_gemm
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):

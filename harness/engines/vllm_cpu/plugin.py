@@ -56,17 +56,19 @@ def _version() -> str:
 
 def _register_linear() -> None:
     """W4A4 has a place for kernels of other platforms. W4A16 asks for one by its class: that name is bound again. Of FP8's
-    kernels the first that can is taken."""
+    kernels the first that can is taken. What is not quantized gets its product from a function of vLLM's."""
     from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.layers import utils
     from vllm.platforms import PlatformEnum
 
-    from harness.engines.vllm_cpu.linear import CpuFp8LinearKernel, CpuNvFp4LinearKernel
+    from harness.engines.vllm_cpu.linear import CpuFp8LinearKernel, CpuNvFp4LinearKernel, widened_dispatch
 
     if CpuNvFp4LinearKernel in kernels._POSSIBLE_NVFP4_KERNELS.get(PlatformEnum.CPU, []):
         return
     kernels.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     kernels.MarlinNvFp4LinearKernel = CpuNvFp4LinearKernel
     kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, CpuFp8LinearKernel)
+    utils.dispatch_cpu_unquantized_gemm = widened_dispatch(utils.dispatch_cpu_unquantized_gemm)
 
 
 def _register_experts() -> None:
