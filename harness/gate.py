@@ -83,7 +83,7 @@ def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
         bad = [(check, row) for check, (row, _) in zip(checks, found, strict=True) if check.outcome == outcome]
         if bad:
             check, row = min(bad, key=lambda entry: entry[0].value if entry[0].value is not None else math.inf)
-            more = f"; {len(bad) - 1} more like it" if len(bad) > 1 else ""
+            more = f"; so for {len(bad) - 1} other benchmark{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
             return _with_why(check, check.why + _would_decide(comparison, arm, row, outcome) + more)
     if unscored:
         why = f"recovery on {unscored[0]} was not measured" + (f"; {len(unscored) - 1} more" * (len(unscored) > 1))

@@ -72,29 +72,41 @@ def _size(value: float | None) -> float:
 
 def parity(records: list[Record]) -> Table | None:
     """Engine, kernels, layout, differences and verdict of every arm that was held against the reference."""
-    rows = [Row(arm_name(arm), _cells(found), _how(records, arm)) for arm, found in parity_of(records).items()]
-    if not rows:
+    found = parity_of(records)
+    if not found:
         return None
-    columns = ["", "Verdict", "Engine", "Layout", "Largest difference, nats", "Mean difference, nats", "KL, nats",
-               "Greedy tokens equal", "Worst Linear alone"]  # fmt: skip
+    rows = [Row(arm_name(arm), _cells(one, _compiled(records, arm))) for arm, one in found.items()]
+    columns = [
+        "",
+        "Verdict",
+        "Engine",
+        "Largest difference, nats",
+        "KL, nats",
+        "Greedy tokens equal",
+        "Worst Linear alone",
+    ]
+    references = sorted({clean(one.data.reference, 160) for one in found.values()})
     note = (
         "The engine’s log-probabilities of the same tokens beside the torch reference’s, over the whole vocabulary at every "
         "position. Quantized activations turn a last bit into another FP4 code. Where the engine shows its activations, such "
         "ties are decided as it decided them; elsewhere parity is that the engine is not much further away than the reference "
-        "is from itself in a finer dtype. Every Linear alone agrees as well."
+        f"is from itself in a finer dtype. Every Linear alone agrees as well. Reference: {'; '.join(references)}."
     )
     return Table("An engine beside the torch reference", columns, [Group("", rows)], note, align="left", breakable=True)
 
 
-def _cells(found: Parity) -> list[Cell]:
+def _cells(found: Parity, compiled: str) -> list[Cell]:
     engine, data = found.engine, found.data
     name = " ".join(clean(part, 40) for part in (engine.name, engine.version, engine.dtype) if part)
-    device = f", on {clean(engine.device, 60)}" if engine.device else ""
+    layout = f"{clean(found.layout, 40)} layout" if found.layout else "layout not recorded"
+    device = f"on {clean(engine.device, 60)}" if engine.device else ""
+    how = ", ".join(p for p in (clean(engine.kernel_path or "kernels unknown", 120), device, layout, compiled) if p)
     failed = "; ".join(clean(line, 160) for line in data.failures[:FAILURES_SHOWN])
     more = len(data.failures) - FAILURES_SHOWN
     failed += f"; and {more} more" if more > 0 else ""
     floors = [prompt.floor_kl for prompt in data.prompts if prompt.floor_kl is not None]
     floor = f"the reference in a finer dtype up to {significant(max(floors))}" if floors else ""
+    mean = "not recorded" if _unrecorded(data) else _number(found.mean_difference)
     worst = found.worst_layer
     alone = Cell("not compared")
     if worst is not None:
@@ -102,11 +114,9 @@ def _cells(found: Parity) -> list[Cell]:
             _number(worst.max_difference), f"{clean(worst.module, 60)}, of {plural(len(data.layers), 'Linear')}"
         )
     return [
-        Cell("holds" if found.holds else "fails", failed or clean(data.reference, 160)),
-        Cell(name, f"{clean(engine.kernel_path or 'kernels unknown', 120)}{device}", engine_tags(engine)),
-        Cell(clean(found.layout or "not recorded", 40)),
-        Cell(_number(found.max_difference), f"limit {significant(data.tolerance)}{_ties(data)}"),
-        Cell("not recorded" if _unrecorded(data) else _number(found.mean_difference)),
+        Cell("holds" if found.holds else "fails", failed),
+        Cell(name, how, engine_tags(engine)),
+        Cell(_number(found.max_difference), f"mean {mean}; limit {significant(data.tolerance)}{_ties(data)}"),
         Cell(_number(found.mean_kl), floor),
         Cell(f"{found.tokens_equal:,} of {found.tokens:,}", plural(len(data.prompts), "prompt")),
         alone,
@@ -131,6 +141,6 @@ def _number(value: float | None) -> str:
     return "not a number" if value is None else significant(value)
 
 
-def _how(records: list[Record], arm: str) -> str:
+def _compiled(records: list[Record], arm: str) -> str:
     settings = next(record.settings for record in records if record.arm == arm and isinstance(record.data, ParityData))
     return {True: "not compiled", False: "compiled"}.get(bool(settings["eager"]), "") if "eager" in settings else ""

@@ -52,8 +52,8 @@ def test_the_page_and_the_tables_have_it(run: Path, records: list[Record], held:
     every = [*records, held]
     paths = {path.name: path for path in render(run, compare(every), every)}
     md = paths["report.md"].read_text(encoding="utf-8")
-    row = next(line for line in md.splitlines() if line.startswith("| QAD (not compiled)"))
-    for part in ("holds", "vllm 0.32.0 float32", "qad\\_nvfp4 linear, on cpu", "modelopt", "0.0300", "24 of 26",
+    row = next(line for line in md.splitlines() if line.startswith("| QAD | holds"))
+    for part in ("vllm 0.32.0 float32", "qad\\_nvfp4 linear, on cpu, modelopt layout, not compiled", "0.0300", "24 of 26",
                  "model.layers.1.mlp.up\\_proj, of 2 Linears"):  # fmt: skip
         assert part in row
     raw = json.loads(paths["report.json"].read_text(encoding="utf-8"))
@@ -79,13 +79,10 @@ def test_a_failure_says_why_and_what_is_no_number_is_called_so(held: Record) -> 
     assert found.worst_layer.module == "lm_head"
     table = parity([failed])
     assert table is not None
-    verdict, _, layout, largest, mean, *_ = table.groups[0].rows[0].cells
-    assert (verdict.text, layout.text, largest.text, mean.text) == (
-        "fails",
-        "not recorded",
-        "not a number",
-        "not a number",
-    )
+    verdict, engine, largest, kl, *_ = table.groups[0].rows[0].cells
+    assert (verdict.text, largest.text, kl.text) == ("fails", "not a number", "not a number")
+    assert engine.detail.endswith("layout not recorded")
+    assert largest.detail == "mean not a number; limit 0.00100"
     assert verdict.detail.endswith("; and 2 more")
 
 
@@ -93,4 +90,12 @@ def test_a_record_from_before_mean_differences_were_kept(held: Record) -> None:
     old = [dataclasses.replace(prompt, mean_difference=None) for prompt in PROMPTS]
     table = parity([dataclasses.replace(held, data=data(prompts=old))])
     assert table is not None
-    assert table.groups[0].rows[0].cells[4].text == "not recorded"
+    assert table.groups[0].rows[0].cells[2].detail == "mean not recorded; limit 0.00100"
+
+
+def test_ties_decided_as_the_engine_did_are_told(held: Record) -> None:
+    tied = dataclasses.replace(PROMPTS[1], max_difference=1e-4, ties=3, untied_difference=12.0, floor_kl=None)
+    table = parity([dataclasses.replace(held, data=data(prompts=[PROMPTS[0], tied]))])
+    assert table is not None
+    assert table.groups[0].rows[0].cells[2].detail.endswith("limit 0.00100; 3 ties as the engine, 12.0 without")
+    assert "Reference: transformers 5.24.0, torch 2.13.0." in table.note
