@@ -31,7 +31,7 @@ def parity(model: Path, format: str, python: Path, scratch: Path, layout: str = 
 
 def test_parity_of_the_ptq_folder_holds(smollm2: Path, vllm_python: Path, tmp_path: Path) -> None:
     data = parity(smollm2, "NVFP4", vllm_python, tmp_path)
-    assert max(one["ties"] or 0 for one in data["prompts"]) < 100  # of 340,000 blocks
+    assert max(one.get("ties") or 0 for one in data["prompts"]) < 100  # of 340,000 blocks
 
 
 @pytest.mark.slow
