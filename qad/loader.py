@@ -80,15 +80,17 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     return model.to(device).requires_grad_(False).eval()
 
 
-def load_skeleton(source: Checkpoint, with_buffers: bool = False) -> Any:
-    """The model's modules on the meta device: names and shapes, no weights, no time. with_buffers: but what is no weight and is
-    computed, such as rotary frequencies, on the CPU."""
+def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
+    """The model's modules on the meta device: names and shapes, no weights, no time. dtype: but buffers on the CPU, those that
+    are computed, such as rotary frequencies, with the values they have in the model loaded in that dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
-        with _weightless() if with_buffers else torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted)
+        with _weightless() if dtype else torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=_trusted, **({"dtype": DTYPES[dtype]} if dtype else {})
+            )
     except _UNLOADABLE as error:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
