@@ -41,6 +41,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"    {command} " in done.stdout for command in COMMANDS)
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "qad", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:10]) == (0, "nvfp4-qad ")
+
+
 KINDS = ("memory", "fidelity", "accuracy", "throughput", "trtllm-bench", "parity", "import")
 
 

@@ -1,0 +1,7 @@
+"""`python -m qad`: the command where the script is not on the path."""
+
+import sys
+
+from qad.cli import main
+
+sys.exit(main())
