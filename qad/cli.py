@@ -243,9 +243,9 @@ def _train(args: argparse.Namespace) -> int:
     from qad.stages import prepare, ptq_arm, require_dense, require_enough_text, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
-    if len(recipe.train.methods) > 1:
+    if len(recipe.training.methods) > 1:
         raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
-    method = recipe.train.methods[0]
+    method = recipe.training.methods[0]
     ptq = args.ptq or args.out.parent / "ptq"
     _require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
     if args.ptq is None:

@@ -236,17 +236,40 @@ class Track(_Strict):
 
 class Recipe(_Strict):
     """One run, whole. dtype: compute dtype of teacher and student; auto is BF16 where the hardware multiplies BF16
-    natively, else FP32."""
+    natively, else FP32. calibrate: may be left out where neither activations nor the KV cache need scales. train: where there is
+    none, a run makes, exports and measures PTQ."""
 
     model: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0)] = 0
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantize: Quantize = Quantize()
-    calibrate: Calibrate
-    train: Train
+    calibrate: Calibrate | None = None
+    train: Train | None = None
     export: Export = Export()
     measure: Measure = Measure()
     track: Track | None = None
+
+    @model_validator(mode="after")
+    def _scales(self) -> Recipe:
+        weights_only = {self.quantize.format, *self.quantize.formats.values()} == {"W4A16_NVFP4"}
+        if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):
+            raise ValueError(
+                "calibrate is missing: scales of activations, and of K and V, are found on text; give calibrate.data, or set "
+                "quantize.format to W4A16_NVFP4, which quantizes weights alone"
+            )
+        return self
+
+    @property
+    def methods(self) -> list[Method]:
+        """What arms are trained, in the order they run; [] without `train`."""
+        return self.train.methods if self.train else []
+
+    @property
+    def training(self) -> Train:
+        """`train`. Raises UsageError where the recipe has none."""
+        if self.train is None:
+            raise UsageError("the recipe has no train: give train.data and train.tokens, or use `qad ptq` or `qad run`")
+        return self.train
 
     def section(self, name: str) -> dict[str, Any]:
         """One section as plain JSON types, for a stage's config."""

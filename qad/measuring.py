@@ -35,7 +35,7 @@ class Measuring:
 
     def __init__(self, job: Job, out: Path, say: Callable[[str], None]) -> None:
         self.job, self.out, self.say = job, out, say
-        self.arms = ("bf16", "ptq", *job.recipe.train.methods)
+        self.arms = ("bf16", "ptq", *job.recipe.methods)
         self._models: dict[str, Any] = {}
         section = job.recipe.measure.accuracy
         self._scoring = Scoring.of(section, job.recipe.seed) if section else None

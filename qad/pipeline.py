@@ -71,7 +71,8 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
     with clock("prepare"):
         _require_run_folder(out)
         job = prepare(recipe, say, out / "text")
-        require_dense(job)
+        if recipe.train:
+            require_dense(job)
         require_measurable(job, out)
         _claim(job, out)
         require_enough_text(job, say)
@@ -81,13 +82,13 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
         bf16_arm(job, arms / "bf16", replace=True)
     with clock("arm ptq (calibrate)"):
         ptq_arm(job, arms / "ptq", replace=True)
-    for method in recipe.train.methods:
+    for method in recipe.methods:
         with clock(f"arm {method} (train)"):
             trained_arm(
                 job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True,
                 watch=functools.partial(tracker.log, method),
             )  # fmt: skip
-    for name in ("ptq", *recipe.train.methods):
+    for name in ("ptq", *recipe.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time

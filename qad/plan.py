@@ -23,14 +23,17 @@ _CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at on
 def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
     job = prepare(recipe, say)
-    require_dense(job)
+    train = recipe.train
+    if train:
+        require_dense(job)
     require_measurable(job)
-    sources = [recipe.calibrate.data, recipe.train.data, recipe.train.validation_data or recipe.train.data]
+    sources = [recipe.calibrate.data] if recipe.calibrate else []
+    sources += [train.data, train.validation_data or train.data] if train else []
     if any(isinstance(part, Generations) for data in sources for part in data.root):
         say("text   is partly the teacher's own, which the run writes first")
     else:
         require_enough_text(job, say)
-    for line in (*_training(recipe.train), *_memory(job), *_disk(job)):
+    for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
         say(line)
 
 
@@ -44,9 +47,9 @@ def _training(train: Train) -> Iterator[str]:
         )
 
 
-def _memory(job: Job) -> Iterator[str]:
+def _memory(job: Job, train: Train) -> Iterator[str]:
     """Peak of training, by what takes it."""
-    train, names = job.recipe.train, list(_parameters(job))
+    names = list(_parameters(job))
     trainable = trainable_names(train, names, job.selection.modules)
     everything = sum(_parameters(job).values())
     trained = sum(size for name, size in _parameters(job).items() if name in trainable)
@@ -74,10 +77,10 @@ def _disk(job: Job) -> Iterator[str]:
     checkpoint = quantized + 2 * rest
     total = sum(parameters.values())
     smaller = f"{2 * total / checkpoint:.2f}x smaller than {_gigabytes(2 * total)} in BF16"
-    yield (
-        f"disk   checkpoint {_gigabytes(checkpoint)} ({smaller}), "
-        f"trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
+    trained = (
+        f", trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
     )
+    yield f"disk   checkpoint {_gigabytes(checkpoint)} ({smaller}){trained if job.recipe.train else ''}"
 
 
 def _parameters(job: Job) -> dict[str, int]:

@@ -7,7 +7,7 @@ import functools
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +79,27 @@ class Job:
     @property
     def train_seed(self) -> int:
         """Of the order of the training text."""
-        return self.recipe.seed if self.recipe.train.seed is None else self.recipe.train.seed
+        seed = self.recipe.training.seed
+        return self.recipe.seed if seed is None else seed
 
-    def calibration_windows(self) -> Windows:
+    def calibration_windows(self) -> Windows | None:
+        """None where the recipe calibrates nothing."""
         section = self.recipe.calibrate
+        if section is None:
+            return None
         return pack(
             self.text["calibration"], self.tokenizer, section.samples, section.seq_len, self.recipe.seed, "calibration"
         )
 
     def train_windows(self) -> Windows:
-        section = self.recipe.train
+        section = self.recipe.training
         return pack(
             self.text["train"], self.tokenizer, section.windows, section.seq_len, self.train_seed, "training",
             section.loss_on,
         )  # fmt: skip
 
     def validation_windows(self) -> Windows:
-        section = self.recipe.train
+        section = self.recipe.training
         windows = section.validation_windows
         return pack(
             self.text["validation"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "validation",
@@ -113,9 +117,10 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
     _require_tensors(source, selection)
     _check_kv_cache(section.kv_cache, skeleton)
-    check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
-    if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
-        raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
+    if recipe.train:
+        check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
+        if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
+            raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
     device = default_device()
     dtype = resolve_dtype(recipe.dtype, device)
     say(f"model  {source.display_name}")
@@ -137,7 +142,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
 def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:
     """The teacher's checkpoint and the number of ids that it shares with the student."""
     size = skeleton.get_output_embeddings().weight.shape[0]
-    if recipe.train.teacher is None:
+    if recipe.train is None or recipe.train.teacher is None:
         return source, size
     teacher = open_checkpoint(recipe.train.teacher)
     other = load_skeleton(teacher).get_output_embeddings().weight.shape[0]
@@ -147,11 +152,13 @@ def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) 
 def _needs(recipe: Recipe) -> list[tuple[Data, Need]]:
     """The text of each role, and how much of it."""
     calibrate, train, fidelity = recipe.calibrate, recipe.train, recipe.measure.fidelity
-    needs = [
-        (calibrate.data, Need("calibration", calibrate.samples * calibrate.seq_len)),
-        (train.data, Need("train", train.windows * train.seq_len)),
-        (train.validation_data or train.data, Need("validation", train.validation_windows * train.seq_len)),
-    ]
+    needs = []
+    if calibrate:
+        needs.append((calibrate.data, Need("calibration", calibrate.samples * calibrate.seq_len)))
+    if train:
+        needs.append((train.data, Need("train", train.windows * train.seq_len)))
+        validation = train.validation_data or train.data
+        needs.append((validation, Need("validation", train.validation_windows * train.seq_len)))
     if fidelity:
         needs.append((fidelity.data, Need("test", fidelity.tokens, fidelity.seq_len, min(MINIMUM, fidelity.seq_len))))
     return needs
@@ -184,16 +191,16 @@ def require_dense(job: Job) -> None:
     experts = next((name for name in job.source.tensors if experts_of(name)), None)
     if experts:
         raise UsageError(
-            f"{job.source.display_name} is a mixture of experts ({experts}): training those is not supported yet; `qad ptq` and "
-            "`qad export` quantize it without training"
+            f"{job.source.display_name} is a mixture of experts ({experts}): training those is not supported yet; leave train out "
+            "of the recipe (--set train=null) to quantize it without"
         )
 
 
 def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
     """What a recipe alone decides of the config of its arm `ptq`, `qad` or `qat`."""
     if arm == "ptq":
-        return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": recipe.section("calibrate"),
-                "seed": recipe.seed}  # fmt: skip
+        calibrate = recipe.section("calibrate") if recipe.calibrate else None
+        return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": calibrate, "seed": recipe.seed}
     train = {**recipe.section("train"), "method": arm}
     if train["seed"] is None:  # as before there was one: finished arms keep their key
         del train["seed"]
@@ -213,14 +220,13 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     windows = job.calibration_windows()
     policy = job.recipe.quantize.kv_cache
     config = {**arm_settings(job.recipe, "ptq"), **job.compute}
-    inputs = {"source": job.source.digest, "text": windows.digest}
+    inputs = {"source": job.source.digest} | ({"text": windows.digest} if windows else {})
 
     def work(folder: Path) -> None:
         require_finite(job.source)
-        found = Calibration({}, {}, ())
-        if job.selection.quantizes_activations or policy in CALIBRATES:
-            model = _calibrated_model(job)
-            headroom = job.recipe.calibrate.headroom
+        found, section = Calibration({}, {}, ()), job.recipe.calibrate
+        if section and windows and (job.selection.quantizes_activations or policy in CALIBRATES):
+            model, headroom = _calibrated_model(job), section.headroom
             with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
                 found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
         facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
@@ -229,7 +235,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         frozen = _frozen_scales(job)
         write_arm(folder, "ptq", job.source, job.selection, found.input_scales, frozen=frozen,
                   scales=job.recipe.quantize.scales if frozen else DYNAMIC, kv_scales=found.kv_scales,
-                  tokens={"calibration": windows.tokens}, text={"calibration": windows.facts()}, **facts)  # fmt: skip
+                  tokens={"calibration": windows.tokens} if windows else {},
+                  text={"calibration": windows.facts()} if windows else {}, **facts)  # fmt: skip
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
@@ -272,7 +279,7 @@ def trained_arm(
 ) -> Artifact:
     """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm). `cache`: folder of
     the teacher cache, where the recipe wants one (default: beside the arm). `watch`: called with every line of the log."""
-    section = job.recipe.train
+    section = job.recipe.training
     train, validation = job.train_windows(), job.validation_windows()
     config = {**arm_settings(job.recipe, method), **job.compute}
     start = open_arm(ptq)
@@ -322,13 +329,13 @@ def _training(job: Job, method: Method) -> dict[str, Any]:
         if not any(isinstance(part, drawn) for part in data.root)
     }
     recipe = {"train": {**train, "method": method}, "quantize": job.recipe.section("quantize"),
-              "calibrate": job.recipe.section("calibrate"), "text": text, "source": job.source.digest,
+              "calibrate": arm_settings(job.recipe, "ptq")["calibrate"], "text": text, "source": job.source.digest,
               "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
     return {"seed": job.train_seed, "recipe": recipe}
 
 
 def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> TeacherCache | None:
-    k = job.recipe.train.teacher_cache
+    k = job.recipe.training.teacher_cache
     if k is None:
         return None
     inputs = {"teacher": job.teacher.digest, "windows": windows.digest}
@@ -354,15 +361,14 @@ def require_finite(source: Checkpoint) -> None:
 def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[str, int]:
     """Pack every role once, so that a text too short is found before the first stage, and say what it holds. Returns tokens
     by role."""
-    windows: Sequence[tuple[str, Windows]] = (
-        ("calibration", job.calibration_windows()),
-        ("train", job.train_windows()),
-        ("validation", job.validation_windows()),
-    )
-    for role, packed in windows:
+    calibration = job.calibration_windows()
+    windows = {"calibration": calibration} if calibration else {}
+    if job.recipe.train:
+        windows |= {"train": job.train_windows(), "validation": job.validation_windows()}
+    for role, packed in windows.items():
         sources = ", ".join(f"{tokens:,} of {name}" for name, tokens in packed.sources.items())
         counted = (
             f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
         )
         say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}")
-    return {role: packed.tokens for role, packed in windows}
+    return {role: packed.tokens for role, packed in windows.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 from harness import records
 from harness.records import ARMS, Record
+from qad.untrusted import mapping
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")
 METRICS = "metrics.jsonl"
@@ -58,7 +60,8 @@ class Run:
     none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
     missing: (what was not measured, why), in the order of the report. measure: that section of the recipe, {} where it is
-    not known. samples: files of samples under RUN/measure, as qad/accuracy.samples.parquet.
+    not known. left_out: sections that the recipe is without, of calibrate and train. samples: files of samples under
+    RUN/measure, as qad/accuracy.samples.parquet.
     """
 
     steps: list[Step]
@@ -69,6 +72,7 @@ class Run:
     other_steps: dict[str, list[Step]] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
     def unasked(self, kind: str) -> str:
         """Why a kind of measurement is not there, where the recipe tells; else ""."""
@@ -83,26 +87,28 @@ def load_records(run: Path) -> list[Record]:
 def load_run(run: Path, given: list[Record]) -> Run:
     """The rest of the folder. given: the records the report is about; what they lack is listed as missing."""
     recipe = _text(run / RECIPE)
-    measure = _measure(recipe)
-    missing = _missing_records(run, given, measure)
-    steps = _steps(run / METRICS, missing)
+    settings = _settings(recipe)
+    measure = mapping(settings.get("measure"))
+    left_out = frozenset(name for name in ("calibrate", "train") if settings.get(name, {}) is None)
+    missing = _missing_records(run, given, measure, [arm for arm in ARMS if arm != "qad" or "train" not in left_out])
+    steps = [] if "train" in left_out else _steps(run / METRICS, missing)
+    if "train" in left_out:
+        missing.append(("training curve", "there is none: the recipe has no train"))
     if not recipe:
         missing.append(("recipe", f"not known: the run holds no {RECIPE}"))
     others = {path.stem.partition("-")[2]: _read_steps(path)[0] for path in sorted(run.glob(OTHER_METRICS))}
     others = {arm: found for arm, found in others.items() if found}
     measured = run / "measure"
     samples = frozenset(p.relative_to(measured).as_posix() for p in measured.glob("*/*.samples.parquet"))
-    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples)
+    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples, left_out)
 
 
-def _measure(recipe: str) -> dict[str, Any]:
-    """The section of a recipe that says what is measured."""
+def _settings(recipe: str) -> dict[str, Any]:
+    """{} for text that is no recipe."""
     try:
-        raw = yaml.safe_load(recipe)
+        return mapping(yaml.safe_load(recipe))
     except (yaml.YAMLError, ValueError):
         return {}
-    section = raw.get("measure") if isinstance(raw, dict) else None
-    return section if isinstance(section, dict) else {}
 
 
 def _paths(run: Path) -> list[Path]:
@@ -117,10 +123,13 @@ def _read(path: Path) -> Record | str:
         return str(error.__cause__ or error)
 
 
-def _missing_records(run: Path, given: list[Record], measure: dict[str, Any]) -> list[tuple[str, str]]:
+def _missing_records(
+    run: Path, given: list[Record], measure: dict[str, Any], expected: Sequence[str]
+) -> list[tuple[str, str]]:
+    """expected: arms that a run of this recipe has."""
     have = {(record.arm, record.kind) for record in given}
     damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
-    arms = [*ARMS, *sorted({arm for arm, _ in {*have, *damaged}} - set(ARMS))]
+    arms = [*expected, *sorted({arm for arm, _ in {*have, *damaged}} - set(expected))]
     kinds = [*KINDS, *sorted({kind for _, kind in damaged} - set(KINDS))]
     missing = []
     for kind in kinds:
@@ -200,10 +209,9 @@ def _counts(value: Any) -> dict[str, int]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(_text(path))
+        return mapping(json.loads(_text(path)))
     except ValueError:
         return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def _manifests(run: Path) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,12 @@ from reports.outcome import BASELINE, PTQ, QAD, arm_name
 from reports.parity import parity_of
 
 Found = Iterator[tuple[str, str]]
-ROLES = ("calibration", "train", "validation", "test")
+_READ_BY = {
+    "calibration": "calibrate",
+    "train": "train",
+    "validation": "train",
+    "test": "measure",
+}  # role of a text -> section
 _SERVED = {
     "weights_bytes": "Weights after load", "kv_cache_tokens": "KV capacity", "activation_bytes": "Peak of the activations",
     "process_bytes": "Memory of the process tree",
@@ -181,7 +186,7 @@ def _parity(run: Run, comparison: Comparison, records: list[Record]) -> Found:
 
 def _origins(run: Run) -> Found:
     known = {text.role for text in run.text}
-    if unknown := [role for role in ROLES if role not in known]:
+    if unknown := [role for role, section in _READ_BY.items() if role not in known and section not in run.left_out]:
         yield f"Text of {people_list(unknown)}", "not known: neither arms nor records of the run tell its sources"
     if not run.manifests:
         yield "Stages of the run", "not known: the folder holds no manifest of one"

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness import records as record_files
 from harness.records import Record, arm_order
+from qad.untrusted import mapping
 from reports.load import KINDS, Run
 from reports.numbers import clean
 from reports.outcome import arm_name, engine_tags
@@ -91,11 +92,11 @@ def _producers(records: list[Record]) -> list[Block]:
 
 
 def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    producer, machine = _mapping(facts.get("producer")), _mapping(facts.get("environment"))
+    producer, machine = mapping(facts.get("producer")), mapping(facts.get("environment"))
     commit = producer.get("commit") or "no commit known (not run from a checkout)"
     state = " with uncommitted changes" if producer.get("dirty") else ""
     items = [("Code", f"{producer.get('name', 'unknown')} {producer.get('version', '')}, {commit}{state}")]
-    packages = _mapping(machine.get("packages"))
+    packages = mapping(machine.get("packages"))
     if packages or machine.get("python"):
         versions = [f"{name} {version}" for name, version in sorted(packages.items())]
         items.append(("Versions", ", ".join([f"Python {machine.get('python', 'unknown')}", *versions])))
@@ -116,14 +117,10 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [(term, clean(text, 600)) for term, text in items]
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _manifests(run: Run) -> Table:
     rows = []
     for path, facts in run.manifests.items():
-        producer = _mapping(facts.get("producer"))
+        producer = mapping(facts.get("producer"))
         commit = clean(producer.get("commit") or "unknown", 12) + (" (dirty)" if producer.get("dirty") else "")
         cells = [
             Cell(clean(facts.get("kind", "unknown"), 30)),

@@ -414,3 +414,26 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     capsys.readouterr()
     assert main(["compare", *arms, "--out", str(out)]) == 2
     assert "differ in more than the seed, in train.lr" in capsys.readouterr().err
+
+
+def test_weights_alone_are_quantized_without_calibration_or_training(
+    make_qwen3: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = yaml.safe_load(write_recipe(tmp_path, tmp_path).read_text())["calibrate"]["data"]
+    model = make_qwen3(tmp_path / "moe", "qwen3_moe")  # which cannot be trained
+    recipe, run = tmp_path / "weights.yaml", tmp_path / "out"
+    fidelity = {"data": text, "tokens": 128, "seq_len": 64}
+    recipe.write_text(yaml.safe_dump({"model": str(model), "dtype": "float32", "quantize": {"format": "W4A16_NVFP4"},
+                                      "measure": {"engine": "transformers", "fidelity": fidelity}}))  # fmt: skip
+    assert main(["plan", str(recipe)]) == 0
+    assert "train" not in capsys.readouterr().out
+    assert main(["run", str(recipe), "--out", str(run)]) == 0
+    assert sorted(p.name for p in (run / "export").iterdir()) == ["ptq"]
+    assert json.loads((run / "arms" / "ptq" / "qad_manifest.json").read_text())["inputs"].keys() == {"source"}
+    missing = json.loads((run / "report" / "report.json").read_text())["not_measured"]
+    assert {"what": "Training curve", "why": "there is none: the recipe has no train"} in missing
+    assert not [entry for entry in missing if "qad" in entry["what"].lower() or "Text of" in entry["what"]]
+    assert main(["ptq", str(recipe), "--out", str(tmp_path / "arms" / "ptq")]) == 0
+    capsys.readouterr()
+    assert main(["train", str(recipe), "--out", str(tmp_path / "arms" / "qad")]) == 2
+    assert "the recipe has no train" in capsys.readouterr().err

@@ -144,3 +144,21 @@ def test_a_missing_recipe_names_the_nearest_shipped_one() -> None:
 def test_a_value_that_makes_no_sense_is_said_in_few_words(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_recipe(recipe(tmp_path, BASE), [override])
+
+
+WEIGHTS_ONLY = "model: m\nquantize: {format: W4A16_NVFP4}\n"
+
+
+def test_weights_alone_need_neither_calibration_nor_training(tmp_path: Path) -> None:
+    loaded = load_recipe(recipe(tmp_path, WEIGHTS_ONLY), ["quantize.kv_cache=cast"])
+    assert (loaded.calibrate, loaded.train, loaded.methods) == (None, None, [])
+    with pytest.raises(UsageError, match="the recipe has no train"):
+        _ = loaded.training
+
+
+@pytest.mark.parametrize(
+    "override", ["format=NVFP4", "formats={x: FP8}", "kv_cache=calibrated", "kv_cache=at_least_one"]
+)
+def test_scales_that_are_found_on_text_need_it(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UsageError, match=r"recipe\.yaml: calibrate is missing: .* give calibrate\.data, or set"):
+        load_recipe(recipe(tmp_path, WEIGHTS_ONLY), [f"quantize.{override}"])
