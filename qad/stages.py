@@ -191,7 +191,7 @@ def require_dense(job: Job) -> None:
     experts = next((name for name in job.source.tensors if experts_of(name)), None)
     if experts:
         raise UsageError(
-            f"{job.source.display_name} is a mixture of experts ({experts}): training those is not supported yet; leave train out "
+            f"{job.source.display_name} is a mixture of experts ({experts}): it cannot be trained yet; leave train out "
             "of the recipe (--set train=null) to quantize it without"
         )
 
