@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from pathlib import Path
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args
 
 from harness.fidelity_data import LATER
 from harness.fidelity_data import Continuation as Continuation
@@ -24,6 +23,7 @@ from harness.fidelity_data import LayerDistance as LayerDistance
 from harness.parity_data import ParityData as ParityData
 from harness.parity_data import ParityLayer as ParityLayer
 from harness.parity_data import ParityPrompt as ParityPrompt
+from harness.rebuild import build, expect_object
 from harness.serving.measured import ServingData
 
 SCHEMA_VERSION = 1
@@ -313,11 +313,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def from_json(raw: dict[str, Any]) -> Record:
-    """Raises ValueError for an unknown kind, a schema of another version, or fields that do not fit."""
-    raw = dict(raw)
+def from_json(raw: Any) -> Record:
+    """Raises ValueError for what is no object, an unknown kind, a schema of another version, or fields that do not fit."""
+    raw = dict(expect_object(raw, "the file"))
     kind = raw.pop("kind", None)
-    if kind not in _DATA:
+    if not isinstance(kind, str) or kind not in _DATA:
         raise ValueError(f"unknown kind of record {kind!r}; known: {', '.join(_DATA)}")
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"record has schema {raw.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
@@ -336,43 +336,10 @@ def write(record: Record, path: Path) -> None:
 def read(path: Path) -> Record:
     """Raises ValueError naming the file where it is not a record."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+        return from_json(json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse))
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a measurement record: {error}") from error
 
 
-def build(cls: Any, value: Any, where: str) -> Any:
-    """Rebuild a value of (possibly nested) annotated type `cls` from JSON types. Raises ValueError naming the place."""
-    if dataclasses.is_dataclass(value):
-        return value
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        return _build_dataclass(cls, value, where)
-    origin, args = get_origin(cls), get_args(cls)
-    if origin is list:
-        return [build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if origin is tuple:
-        return tuple(build(args[i], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
-        return {name: build(args[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin in (Union, types.UnionType):
-        return None if value is None else build(next(a for a in args if a is not type(None)), value, where)
-    if cls is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
-
-
-def _build_dataclass(cls: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {type(value).__name__}, expected an object")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(value) - set(fields))
-    required = {
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(value))
-    if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
-    return cls(**{name: build(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")

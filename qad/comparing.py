@@ -35,8 +35,8 @@ def compare_arms(
     """Compare the arms, write DIR, and return it with the table and the verdict as text.
 
     arguments: [NAME=]PATH, baseline first. margin: the share of a score that may be lost, between 0 and 1. noise_floor:
-    folders or files of controls. Raises UsageError for a path that holds no measurement, DataError where the arms are not
-    comparable.
+    folders or files of controls. Raises UsageError for a path that holds no measurement and for a single arm, DataError where
+    the arms are not comparable.
     """
     from harness.policy import load_policy
     from harness.recovery import compare
@@ -48,7 +48,12 @@ def compare_arms(
 
     rules = load_policy(policy)
     require_place(out, _KIND, replace=True)
-    read = [*read_arms(arguments), *_controls(noise_floor)]
+    arms = read_arms(arguments)
+    if not noise_floor and len({record.arm for record in arms}) < 2:
+        raise UsageError(
+            f"{arms[0].arm} is the only arm: give another one to compare with it, or its controls (--noise-floor)"
+        )
+    read = [*arms, *_controls(noise_floor)]
     comparison = compare(read, margin)
     records = [record for record in read if record.control is None]
     verdict = verdict_on(comparison, rules)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,47 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "memory.json is not a measurement record" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((), [1], "the file is a list, expected an object"),
+        ((), None, "the file is null, expected an object"),
+        (("kind",), ["accuracy"], "unknown kind of record ['accuracy']; known: memory, "),
+        (("arm",), None, "record.arm is null, expected a string"),
+        (("seconds",), "long", "record.seconds is a string, expected a number"),
+        (("settings",), [], "record.settings is a list, expected an object"),
+        (("settings", "seed"), float("nan"), "NaN is no number of JSON"),
+        (("engine",), "vllm", "record.engine is a string, expected an object"),
+        (("engine", "emulated"), 1, "record.engine.emulated is a whole number, expected true or false"),
+        (("data", "tasks"), "facts", "data.tasks is a string, expected a list"),
+        (("data", "tasks", 0, "items", 2, "score"), None, "data.tasks[0].items[2].score is null, expected a number"),
+        (("data", "tasks", 0, "n_shot"), 0.5, "data.tasks[0].n_shot is a number, expected a whole number"),
+    ],
+)
+def test_a_damaged_record_names_the_place(tmp_path: Path, place: tuple[Any, ...], value: Any, message: str) -> None:
+    raw = node = {"file": record_files.to_json(record("bf16", AccuracyData([task("facts", "bf16", n=4)])))}
+    *parents, leaf = ("file", *place)
+    for parent in parents:
+        node = node[parent]
+    node[leaf] = value
+    path = tmp_path / "accuracy.json"
+    path.write_text(json.dumps(raw["file"]))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not a measurement record: {message}")):
+        record_files.read(path)
+
+
+def test_one_arm_alone_is_compared_with_its_controls_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path, *_), control = write(tmp_path, arms()), tmp_path / "again.json"
+    again = record("bf16", AccuracyData([task(name, "bf16") for name in ("facts", "agreement", "words")]))
+    record_files.write(dataclasses.replace(again, control={"batch_size": 3}), control)
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", path, *out]) == 2
+    assert "bf16 is the only arm: give another one to compare with it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["compare", path, *out, "--noise-floor", str(control)]) == 0
+    assert "noise floor, bf16 against itself (batch_size 3)" in capsys.readouterr().out
+
+
 def test_a_hostile_arm_name_stays_inside_the_folder(tmp_path: Path) -> None:
     name = "../../<b>\u202e"
     paths = []
@@ -220,5 +263,8 @@ def test_a_hostile_arm_name_stays_inside_the_folder(tmp_path: Path) -> None:
 def test_a_comparison_survives_json() -> None:
     found = compare(arms())
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
+    raw = to_json(found)
+    raw["median_recovery"]["ptq"]["value"] = None  # was not finite
+    assert math.isnan(from_json(raw).median_recovery["ptq"].value)
     with pytest.raises(ValueError, match="missing fields"):
         from_json({"arms": []})
