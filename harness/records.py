@@ -262,6 +262,14 @@ _DATA: dict[str, type[Any]] = {d.KIND: d for d in get_args(Data)}
 
 
 @dataclasses.dataclass(frozen=True)
+class Training:
+    """Of a trained checkpoint. recipe: everything besides the seed that decided its weights (see qad.origin)."""
+
+    seed: int
+    recipe: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     """One measurement of one checkpoint.
 
@@ -269,8 +277,7 @@ class Record:
     model        display name of the model
     checkpoint   identity of the measured weights (hash of the folder's files), so no score is credited to another
     settings     everything that must be equal for two records to be comparable
-    training     of a trained checkpoint: {"seed", "recipe": everything else that decided its weights} (see qad.origin). None: not
-                 trained, or not told
+    training     of a trained checkpoint. None: not trained, or not told
     control      a second measurement of the arm's own weights, to see how far apart two such measurements are; what was
                  changed on purpose (batch size, seed, attention kernel). None: an arm's record
     provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
@@ -287,7 +294,7 @@ class Record:
     data: Data
     schema_version: int = SCHEMA_VERSION
     control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
-    training: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
+    training: Training | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
     def kind(self) -> str:

@@ -22,7 +22,7 @@ from scipy.special import stdtr
 from harness.comparison import BenchmarkRow, Comparison, Contrast, Estimate, TrainedSeed
 from harness.intervals import Z, student_t
 from harness.paired_tests import holm
-from harness.records import Record
+from harness.records import Record, Training
 from qad.errors import DataError
 
 _COMPARED = ("accuracy", "fidelity", "scores")  # what has to be measured of every seed
@@ -41,7 +41,7 @@ def seeds_of(records: Sequence[Record]) -> dict[str, list[tuple[int, str]]]:
         if len({r.checkpoint for r in mine}) < 2 or not trained:
             continue
         _require_seeds(arm, mine, trained)
-        found[arm] = sorted((int(training["seed"]), weights) for weights, training in trained.items())
+        found[arm] = sorted((training.seed, weights) for weights, training in trained.items())
     numbers = {arm: [seed for seed, _ in seeds] for arm, seeds in found.items()}
     if len({tuple(seeds) for seeds in numbers.values()}) > 1:
         named = "; ".join(f"{arm} {', '.join(map(str, seeds))}" for arm, seeds in numbers.items())
@@ -49,14 +49,14 @@ def seeds_of(records: Sequence[Record]) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def _require_seeds(arm: str, mine: list[Record], trained: dict[str, dict[str, Any]]) -> None:
+def _require_seeds(arm: str, mine: list[Record], trained: dict[str, Training]) -> None:
     untold = next((r for r in mine if r.checkpoint not in trained), None)
     if untold is not None:
         raise DataError(
             f"the records of arm {arm} are of different weights, and those of {untold.checkpoint[:12]} do not tell what they "
             "were trained with: export and measure it again, or name the arms apart (NAME=PATH)"
         )
-    (first, recipe), *others = ((weights, training["recipe"]) for weights, training in trained.items())
+    (first, recipe), *others = ((weights, training.recipe) for weights, training in trained.items())
     for weights, other in others:
         unlike = [f"{name} ({a!r}, {b!r})" for name, a, b in _unlike(recipe, other)]
         if unlike:
@@ -64,14 +64,14 @@ def _require_seeds(arm: str, mine: list[Record], trained: dict[str, dict[str, An
                 f"arm {arm}: {first[:12]} and {weights[:12]} differ in more than the seed, in {'; '.join(unlike)}: name the "
                 "arms apart (NAME=PATH)"
             )
-    seeds = [training["seed"] for training in trained.values()]
+    seeds = [training.seed for training in trained.values()]
     if len(set(seeds)) < len(seeds):
         raise DataError(
             f"arm {arm} has several weights of one seed ({', '.join(map(str, sorted(seeds)))}): give one of each"
         )
     for kind in _COMPARED:
         have = {r.checkpoint for r in mine if r.kind == kind}
-        lacking = [str(training["seed"]) for weights, training in trained.items() if have and weights not in have]
+        lacking = [str(training.seed) for weights, training in trained.items() if have and weights not in have]
         if lacking:
             raise DataError(f"arm {arm}: seed {', '.join(lacking)} has no {kind} record: measure it as the others")
 

@@ -14,6 +14,7 @@ from typing import Any
 from qad.artifact import MANIFEST, Artifact
 from qad.errors import UsageError
 from qad.source import Checkpoint
+from qad.untrusted import mapping
 
 _ALIKE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")  # of a model and what was made from it
 
@@ -21,10 +22,9 @@ _ALIKE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")  # 
 def origin_of(folder: Path) -> dict[str, Any]:
     """What the manifest of a folder says of its origin; {} where it has none, or none that can be read."""
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("origin")
-    except (OSError, ValueError, AttributeError):
+        return mapping(mapping(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))).get("origin"))
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def origin_of_arm(arm: Artifact) -> dict[str, Any]:
@@ -33,9 +33,11 @@ def origin_of_arm(arm: Artifact) -> dict[str, Any]:
 
 
 def training_of(folder: Path) -> dict[str, Any] | None:
-    """seed and recipe of the training behind a folder; None: it was not trained, or nothing tells."""
-    found = origin_of(folder).get("training")
-    return found if isinstance(found, dict) else None
+    """seed and recipe of the training behind a folder; None: it was not trained, or nothing tells both."""
+    found = mapping(origin_of(folder).get("training"))
+    seed, recipe = found.get("seed"), found.get("recipe")
+    whole = isinstance(seed, int) and not isinstance(seed, bool) and isinstance(recipe, dict)
+    return {"seed": seed, "recipe": recipe} if whole else None
 
 
 def reference_of(folder: Checkpoint, teacher: Checkpoint, other: bool) -> tuple[str | None, str]:

@@ -43,14 +43,14 @@ def write_record(
     control: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
 ) -> None:
-    """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control, training: see
-    `Record`."""
+    """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control: see
+    `Record`; training: see `qad.origin.training_of`."""
     from harness import records
 
     record = records.Record(
         arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
         provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data, control=control, training=training,
+        data=data, control=control, training=records.Training(**training) if training else None,
     )  # fmt: skip
     keep(record, path)
 

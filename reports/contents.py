@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from harness.comparison import Comparison
-from harness.records import Engine, MemoryData, Record, ThroughputPoint
+from harness.records import Engine, MemoryData, Record, ThroughputPoint, Training
 from harness.verdict import Verdict
 from reports import items, origin
 from reports.load import Run, SplitText, Step
@@ -68,7 +68,7 @@ class RecordFacts:
     seconds: float
     schema_version: int
     control: dict[str, Any] | None
-    training: dict[str, Any] | None
+    training: Training | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _records(records: list[Record]) -> Table:
 def _about(record: Record) -> str:
     """What was changed on purpose for a second measurement; the seed of a training."""
     if record.control is None:
-        return f"training seed {clean(record.training.get('seed'), 20)}" if record.training else ""
+        return f"training seed {record.training.seed}" if record.training else ""
     changed = ", ".join(f"{clean(name, 40)} {clean(value, 40)}" for name, value in record.control.items())
     return f"again, for the noise floor: {changed or 'nothing changed'}"
 

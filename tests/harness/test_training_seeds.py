@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from harness.comparison import Comparison, from_json, to_json
-from harness.records import AccuracyData, Engine, FidelityData, FidelitySequence, Item, MemoryData, Record, TaskScore
+from harness.records import (
+    AccuracyData,
+    Engine,
+    FidelityData,
+    FidelitySequence,
+    Item,
+    MemoryData,
+    Record,
+    TaskScore,
+    Training,
+)
 from harness.recovery import compare
 from qad.errors import DataError
 
@@ -20,7 +30,7 @@ T3 = 4.302652729911275  # Student's t, two degrees of freedom
 
 
 def record(arm: str, data: Any, seed: int | None = None, **changes: Any) -> Record:
-    training = None if seed is None else {"seed": seed, "recipe": RECIPE}
+    training = None if seed is None else Training(seed, RECIPE)
     fields: dict[str, Any] = {
         "arm": arm, "model": "m", "checkpoint": f"{arm} {seed}", "engine": ENGINE, "settings": {"seed": 0}, "provenance": {},
         "created": "2026-01-01T00:00:00Z", "seconds": 1.0, "data": data, "training": training,
@@ -148,10 +158,10 @@ def changed(seed: int, **changes: Any) -> list[Record]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"training": {"seed": 1, "recipe": {**RECIPE, "train": {"lr": 2e-5, "tokens": 1000}}}},
+        ({"training": Training(1, {**RECIPE, "train": {"lr": 2e-5, "tokens": 1000}})},
          r"arm qad: qad 0 and qad 1 differ in more than the seed, in train\.lr \(1e-05, 2e-05\)"),
-        ({"training": {"seed": 1, "recipe": {**RECIPE, "teacher": "x"}}}, r"in teacher \('absent', 'x'\)"),
-        ({"training": {"seed": 0, "recipe": RECIPE}}, r"arm qad has several weights of one seed \(0, 0, 2\)"),
+        ({"training": Training(1, {**RECIPE, "teacher": "x"})}, r"in teacher \('absent', 'x'\)"),
+        ({"training": Training(0, RECIPE)}, r"arm qad has several weights of one seed \(0, 0, 2\)"),
         ({"training": None}, r"those of qad 1 do not tell what they were trained with"),
         ({"settings": {"seed": 5}}, r"accuracy records are not comparable, they differ in seed \(bf16 0, qad 5\)"),
         ({"data": fidelity(0.1)}, r"arm qad: seed 1 has no accuracy record"),

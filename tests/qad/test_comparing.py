@@ -213,6 +213,8 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         (("seconds",), "long", "record.seconds is a string, expected a number"),
         (("settings",), [], "record.settings is a list, expected an object"),
         (("settings", "seed"), float("nan"), "NaN is no number of JSON"),
+        (("training",), {"seed": "1"}, "record.training: unknown fields [], missing fields ['recipe']"),
+        (("training",), {"seed": "1", "recipe": {}}, "record.training.seed is a string, expected a whole number"),
         (("engine",), "vllm", "record.engine is a string, expected an object"),
         (("engine", "emulated"), 1, "record.engine.emulated is a whole number, expected true or false"),
         (("data", "tasks"), "facts", "data.tasks is a string, expected a list"),

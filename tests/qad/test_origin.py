@@ -70,3 +70,11 @@ def test_a_damaged_manifest_tells_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
     assert origin_of(tmp_path) == {}
     assert training_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("training", [[], {"seed": 1}, {"seed": "1", "recipe": {}}, {"seed": True, "recipe": {}}])
+def test_a_training_without_seed_or_recipe_is_none(tmp_path: Path, training: object) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"origin": {"training": training}}))
+    assert training_of(tmp_path) is None
+    (tmp_path / MANIFEST).write_text(json.dumps({"origin": {"training": {"seed": 1, "recipe": {"lr": 1}, "more": 2}}}))
+    assert training_of(tmp_path) == {"seed": 1, "recipe": {"lr": 1}}
