@@ -333,7 +333,8 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
         raise UsageError(f"{path} is not a folder: give the checkpoint folder that holds config.json")
     config = read_json(path / "config.json")
     if config is None:
-        raise UsageError(f"{path} has no readable config.json: give a Hugging Face checkpoint folder")
+        arm = " (of an arm, which `qad export` makes)" if (path / "arm.json").is_file() else ""
+        raise UsageError(f"{path} has no readable config.json: give a Hugging Face checkpoint folder{arm}")
     files = tuple(sorted(p.name for p in path.glob("*.safetensors") if p.name not in skip))
     tensors: dict[str, tuple[str, Entry]] = {}
     unreadable: dict[str, str] = {}

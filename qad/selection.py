@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,8 +122,10 @@ def select(
             modules[name] = shape
     _require_whole_groups(modules, excluded)
     if not modules:
+        reasons = collections.Counter(excluded[name] for name in linears)
+        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "the model has none"
         raise UsageError(
-            f"nothing would be quantized: none of {len(linears)} Linears is selected. Check include/exclude"
+            f"nothing would be quantized, no nn.Linear is selected ({why}): change include and exclude, or take another model"
         )
     selection = Selection(format, modules, excluded, _formats(formats, modules, format))
     _require_one_format(selection)

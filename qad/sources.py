@@ -124,7 +124,8 @@ def _content(path: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"text file {file} cannot be read as UTF-8 ({error}): check the path") from error
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        raise DataError(f"text file {file} cannot be read ({why}): check the path") from error
 
 
 def _paragraphs(content: str) -> Iterator[str]:

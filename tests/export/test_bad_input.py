@@ -217,3 +217,8 @@ def test_ptq_for_weights_alone_loads_no_model_and_holds_one_tensor(
     assert len(most) == len(qad.source.open_checkpoint(source).tensors)  # each read once
     assert max(most) <= 2  # the next one is mapped before the last one goes
     assert digests(source) == before
+
+
+def test_an_arm_is_no_checkpoint_and_the_message_says_so(arm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(arm_dir)]) == 2
+    assert "give a Hugging Face checkpoint folder (of an arm, which `qad export` makes)" in capsys.readouterr().err

@@ -71,8 +71,10 @@ def test_part_of_a_fused_group_is_refused(leaf: str) -> None:
 
 
 def test_nothing_selected_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing would be quantized"):
+    with pytest.raises(UsageError, match=r"nothing would be quantized, .* \(84: excluded by '\*'; 1: output head\)"):
         select(llama(), "NVFP4", exclude=["*"])
+    with pytest.raises(UsageError, match=r"\(84: in_features 24 is not divisible by 16; 1: output head\)"):
+        select(llama(hidden_size=24, intermediate_size=24, head_dim=12), "NVFP4")
 
 
 def test_a_selection_survives_json() -> None:
