@@ -219,8 +219,7 @@ def _finished(out: Path, kind: str, replace: bool) -> Artifact | None:
         raise ArtifactError(f"{out} has no name of its own to be written under: choose another --out")
     if not (out / MANIFEST).is_file():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            remedy = "choose another --out or empty it" if out.is_dir() else "choose another --out"
-            raise ArtifactError(f"{out} exists and was not written by this tool: {remedy}")
+            raise ArtifactError(f"{out} exists and is no {kind} that this tool wrote: choose another --out")
         return None
     try:
         found = _read(out, kind)

@@ -182,7 +182,7 @@ def _require_run_folder(out: Path) -> None:
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
         early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
-            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out or empty it")
+            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
     require_writable(out / "recipe.yaml" if out.is_dir() else out)
 
 

@@ -87,8 +87,8 @@ def refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("commands", "out", "message"),
     [
-        ("ptq train export convert compare", "file", "file exists and was not written by this tool"),
-        ("ptq train export convert compare", "foreign", "foreign exists and was not written by this tool"),
+        ("ptq train export convert compare", "file", "file exists and is no "),
+        ("ptq train export convert compare", "foreign", "foreign exists and is no "),
         ("run", "file", "file exists and is not a run folder"),
         ("run", "foreign", "foreign exists and is not a run folder"),
         ("memory accuracy fidelity throughput", "file", "file exists and is no record"),
@@ -145,7 +145,7 @@ def test_training_does_not_write_over_the_arm_it_starts_from(capsys: pytest.Capt
 
 
 def test_a_repair_has_a_place_too(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(["check", "checkpoint", "--fix", "foreign"], "foreign exists and was not written by this tool", capsys)
+    refused(["check", "checkpoint", "--fix", "foreign"], "foreign exists and is no ", capsys)
     refused(["check", "checkpoint", "--fix", "checkpoint"], "would overwrite or lie inside the checkpoint", capsys)
 
 
