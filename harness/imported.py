@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,17 +70,25 @@ def _csv_records(path: Path, arm: str) -> list[Record]:
         raise DataError(
             f"{path} has the columns {', '.join(header)}: give benchmark and one column an arm, or benchmark and score"
         )
-    scores: dict[str, list[PublishedScore]] = {}
+    scores: dict[str, dict[tuple[str, str, str], PublishedScore]] = {}
     cells = [(line, row, name) for line, row in enumerate(rows, 1) for name in (arms or [row.get("arm") or arm])]
     values = [_number(path, line, row, name if wide else "score") for line, row, name in cells]
     maximum = 100.0 if any(v is not None and v > 1 for v in values) else 1.0
     for (line, row, name), value in zip(cells, values, strict=True):
         if value is not None:
-            scores.setdefault(name, []).append(_printed(path, line, row, value, maximum))
+            score = _printed(path, line, row, value, maximum)
+            mine, key = scores.setdefault(name, {}), (score.task, score.filter, score.metric)
+            if key in mine:
+                raise DataError(
+                    f"{path}, row {line}: {score.task} of {name} is there already: leave one of the two out"
+                )
+            mine[key] = score
     if not scores:
         raise DataError(f"{path} holds no score: fill its score columns")
     return [
-        imported_record(name, ScoresData(source, entries), {}, "imported", [path], "a CSV table", source, model)
+        imported_record(
+            name, ScoresData(source, [*entries.values()]), {}, "imported", [path], "a CSV table", source, model
+        )
         for name, entries in scores.items()
     ]
 
@@ -102,7 +111,7 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
 
 def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: float) -> PublishedScore:
     lower = row.get("higher_is_better", "").lower() in ("false", "no", "0")
-    items, repeats = _number(path, line, row, "items"), _number(path, line, row, "repeats")
+    items, repeats, stderr = (_number(path, line, row, name, least) for name, least in _LEAST.items())
     settings: dict[str, Any] = {name: row[name] for name in _SETTINGS if row.get(name)}
     for name in ("n_shot", "limit"):
         if name in settings:
@@ -111,20 +120,27 @@ def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: 
         task=row["benchmark"], metric=row.get("metric") or "score", value=value,
         maximum=_number(path, line, row, "maximum") or (1.0 if lower else maximum), higher_is_better=not lower,
         chance=_number(path, line, row, "chance"), items=None if items is None else int(items),
-        repeats=None if repeats is None else int(repeats), stderr=_number(path, line, row, "stderr"),
+        repeats=None if repeats is None else int(repeats), stderr=stderr,
         filter=settings.pop("filter", "none"), settings=settings,
     )  # fmt: skip
 
 
-def _number(path: Path, line: int, row: dict[str, str], name: str) -> float | None:
+_LEAST = {"items": 1, "repeats": 1, "stderr": 0}
+
+
+def _number(path: Path, line: int, row: dict[str, str], name: str, least: float = -math.inf) -> float | None:
     """None for an empty cell, "-" and "n/a"; NaN is kept out of records, so it is no score either."""
     text = row.get(name, "").removesuffix("%").strip()
     if text.lower() in ("", "-", "n/a", "na", "nan"):
         return None
     try:
-        return float(text)
+        value = float(text)
     except ValueError as error:
         raise DataError(f"{path}, row {line}: {name} is {text!r}, expected a number") from error
+    if not math.isfinite(value) or value < least:
+        allowed = "a finite number" if math.isinf(least) else f"{least} or more"
+        raise DataError(f"{path}, row {line}: {name} is {text!r}, expected {allowed}")
+    return value
 
 
 # --- NeMo Evaluator ------------------------------------------------------------------------------
@@ -164,7 +180,9 @@ def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(text)
-            float(row["reward"]), row["problem_idx"], int(row.get("repeat") or 0)
+            row["problem_idx"], int(row.get("repeat") or 0)
+            if not math.isfinite(float(row["reward"])):
+                raise ValueError(f"reward is {row['reward']}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{file}, line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}"

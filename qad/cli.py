@@ -312,8 +312,12 @@ def _check(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
-        _say(f"{folder}: " + (f"{len(bad)} errors" if bad else f"ok, {len(findings)} warnings"))
+        _say(f"{folder}: " + (_plural(len(bad), "error") if bad else f"ok, {_plural(len(findings), 'warning')}"))
     return 1 if bad else 0
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _fixed(args: argparse.Namespace) -> Path:

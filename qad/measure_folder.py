@@ -129,7 +129,12 @@ def _throughput(asked: _Asked, section: Throughput) -> _Measured:
 def _fidelity(asked: _Asked, section: Fidelity, original: Checkpoint, reference: str | None) -> _Measured:
     """reference: name of a teacher that is not the folder's original; such a record is compared with its like only."""
     from harness.engines.transformers import load
+    from harness.fidelity import TEACHER
 
+    if asked.arm == TEACHER and asked.source.digest != original.digest:
+        raise UsageError(
+            f"--arm {TEACHER} is the original's name, and {asked.folder} is another model: name it otherwise"
+        )
     teacher, tokenizer = original.folder, load_tokenizer(original.folder)
     need = Need("test", section.tokens, section.seq_len, MINIMUM)
     docs = Reader(tokenizer, asked.seed).parts(section.data, need)
@@ -148,6 +153,7 @@ def _fidelity(asked: _Asked, section: Fidelity, original: Checkpoint, reference:
             loaded.model, asked.folder, sequences.pairs, section.data.name, asked.dtype, asked.device
         )
         return _Measured(again.data, again.engine, settings, again.conditions)
-    students, original_model = {asked.arm: loaded.model}, load(teacher, asked.dtype, asked.device).model
+    students = {} if asked.arm == TEACHER else {asked.arm: loaded.model}
+    original_model = load(teacher, asked.dtype, asked.device).model
     measured = measure_distances(section, students, original_model, sequences, asked.seed)
     return _Measured(measured[asked.arm], loaded.engine, settings)

@@ -182,6 +182,11 @@ def test_settings_of_printed_scores_have_to_agree(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("benchmark,bf16\narc,high\n", "bf16 is 'high', expected a number"),
+        ("benchmark,bf16\narc,1e400\n", "bf16 is '1e400', expected a finite number"),
+        ("benchmark,bf16,items\narc,50,0\n", "items is '0', expected 1 or more"),
+        ("benchmark,bf16,items,repeats\narc,50,9,-1\n", "repeats is '-1', expected 1 or more"),
+        ("benchmark,bf16,stderr\narc,50,-2\n", "stderr is '-2', expected 0 or more"),
+        ("benchmark,bf16\narc,50\narc,51\n", "row 2: arc of bf16 is there already: leave one of the two out"),
         ("task,bf16\narc,1\n", "has the columns task, bf16"),
         ("benchmark,n_shot\narc,1\n", "has the columns"),
         ("benchmark,bf16\n", "has no rows"),
@@ -303,10 +308,11 @@ def test_nemo_evaluator_repeats_are_clusters(tmp_path: Path) -> None:
     assert single.data.tasks[0].task == "aime25"
 
 
-def test_a_damaged_nemo_file_names_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"problem_idx": 3}', '{"problem_idx": 3, "reward": NaN}'])
+def test_a_damaged_nemo_file_names_its_line(tmp_path: Path, line: str) -> None:
     folder = nemo(tmp_path / "aime25", 20)
     with (folder / "results.jsonl").open("a") as file:
-        file.write('{"problem_idx": 3}\n')
+        file.write(line + "\n")
     with pytest.raises(DataError, match=r"results\.jsonl, line 241"):
         read_imported(folder, "bf16")
 

@@ -211,6 +211,12 @@ def test_measure_by_hand(
     assert by_hand["data"] == in_run["data"]
     assert by_hand["settings"] == in_run["settings"]
     assert by_hand["checkpoint"] == in_run["checkpoint"]
+    original = ["--teacher", str(tiny_llama_dir), "--dtype", "float32", "--arm", "bf16"]
+    assert main([*fidelity, *original]) == 2
+    assert "--arm bf16 is the original's name" in capsys.readouterr().err
+    baseline = [str(tiny_llama_dir) if part == str(folder) else part for part in fidelity]
+    assert main([*baseline, *original]) == 0
+    assert json.loads(out.read_text())["data"] == json.loads((run / "measure/bf16/fidelity.json").read_text())["data"]
 
 
 def test_a_record_from_another_machine_is_accepted_by_its_hash(
