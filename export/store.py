@@ -20,6 +20,8 @@ from qad.selection import Selection
 from qad.source import HEAD
 
 _FLOATING = ("BF16", "F16", "F32")
+# Added to a router's scores to choose experts, and learned in steps below BF16's resolution; engines hold it in FP32.
+_KEPT = "e_score_correction_bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Unit:
 def units(arm: Arm, layout: Layout) -> Iterator[Unit]:
     """Everything a quantized checkpoint of the arm holds, in the source's order.
 
-    Floating-point tensors that are not quantized become BF16; a tied head is dropped, one that was untied by training is
-    written. Raises ArtifactError for an arm
+    Floating-point tensors that are not quantized become BF16, but for a router's correction bias; a tied head is dropped,
+    one that was untied by training is written. Raises ArtifactError for an arm
     that quantizes nothing or does not fit its source, before anything is computed. KV scales lie beside their k_proj.
     """
     for unit in _weights(arm, layout):
@@ -80,7 +82,7 @@ def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
 
 def _plain(arm: Arm, name: str) -> Unit:
     info = arm.source.tensors.get(name)  # None: a head that the source has no tensor for
-    floating = info is None or info.dtype in _FLOATING
+    floating = info is None or (info.dtype in _FLOATING and not name.endswith(_KEPT))
     shape = arm.trained_shapes()[name] if info is None else info.shape
     entry = Entry(name, "BF16" if info is None or floating else info.dtype, shape)
 

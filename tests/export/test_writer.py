@@ -395,6 +395,17 @@ def test_a_selected_module_that_the_source_lacks_is_refused(arm_dir: Path, tmp_p
         export_arm(rewritten(arm_dir, tmp_path / "arm", selection=selection, input_scales=scales), tmp_path / "out")
 
 
+def test_a_routers_correction_bias_keeps_its_bits(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
+    name, tensors = "model.layers.0.mlp.gate.e_score_correction_bias", load_file(source / "model.safetensors")
+    bias = torch.tensor([5.0, 5.001, 5.002, -1e-4])
+    save_file({**tensors, name: bias}, source / "model.safetensors", {"format": "pt"})
+    export_arm(build_arm(source, tmp_path / "arm", "W4A16_NVFP4"), tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored[name].dtype == torch.float32
+    assert torch.equal(stored[name], bias)
+    assert stored["model.norm.weight"].dtype == torch.bfloat16
+
+
 def test_biases_lie_beside_their_weights_and_load(
     make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path
 ) -> None:
