@@ -70,9 +70,7 @@ def test_other_weights_under_the_same_path_are_measured_again(tmp_path: Path, mo
     from qad.recording import write_record
 
     measuring = Measuring(
-        SimpleNamespace(
-            recipe=SimpleNamespace(measure=SimpleNamespace(accuracy=None), train=SimpleNamespace(methods=["qad"]))
-        ),
+        SimpleNamespace(recipe=SimpleNamespace(measure=SimpleNamespace(accuracy=None), methods=["qad"])),
         tmp_path,
         print,
     )  # type: ignore[arg-type]

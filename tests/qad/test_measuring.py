@@ -21,9 +21,7 @@ SERVED = MemoryData({"bf16": 10}, 10, 12, 5, 0, serving=EngineMemory(kv_cache_to
 
 
 def run_of(folder: Path, engine: str, said: list[str]) -> Measuring:
-    recipe = SimpleNamespace(
-        measure=Measure.model_validate({"engine": engine}), train=SimpleNamespace(methods=("qad",))
-    )
+    recipe = SimpleNamespace(measure=Measure.model_validate({"engine": engine}), methods=("qad",))
     source: Any = SimpleNamespace(folder=folder / "source", digest="0" * 64, display_name="m")
     measured = Measuring(SimpleNamespace(recipe=recipe, source=source), folder, said.append)  # type: ignore[arg-type]
     measured.arms = ("bf16",)
