@@ -102,7 +102,8 @@ def test_the_place_of_the_run_is_not_in_it(run: Path, records: list[Record]) -> 
 
 
 def test_reports_import_records_and_comparison_only() -> None:
-    """No torch, and of our own packages nothing but the records, what sums them up and the comparison's types."""
+    """No torch, and of our own packages nothing but the records, what sums them up, the comparison's types, and how JSON is
+    read."""
     code = (
         "import sys, reports.render, reports.load, reports.tables\n"
         "print(*sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'qad', 'export', 'harness',"
@@ -110,8 +111,10 @@ def test_reports_import_records_and_comparison_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "harness", "harness.comparison", "harness.fidelity_data", "harness.parity_data", "harness.records", "harness.serving",
+        "harness", "harness.comparison", "harness.fidelity_data", "harness.parity_data", "harness.rebuild", "harness.records",
+        "harness.serving",
         "harness.serving.measured", "harness.serving.pareto", "harness.serving.statistics", "harness.verdict",
+        "qad", "qad.untrusted",
     ]  # fmt: skip
 
 
