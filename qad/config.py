@@ -364,6 +364,8 @@ def _explain(error: ValidationError, raw: Any) -> str:
         return f"unknown key {dotted!r}: {hint}"
     if kind == "missing":
         return f"key {dotted!r} is missing"
+    if kind == "model_type":
+        return f"{dotted}: expected its keys, such as {', '.join([*model.model_fields][:3])} (got {first['input']!r})"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         key, kinds = f"{dotted}.source", ", ".join(sorted(SOURCES))
         given = first["input"].get("source") if isinstance(first["input"], dict) else None

@@ -137,6 +137,7 @@ def test_a_missing_recipe_names_the_nearest_shipped_one() -> None:
         ("train.betas=[2, 3]", r"train\.betas\.0: .* less than 1"),
         ("train.warmup_steps=1000", "leaves none of the [0-9]+ steps at the full rate$"),
         ("train.method=sgd", r"train\.method: Input should be 'qad' or 'qat' \(got 'sgd'\)"),
+        ("calibrate=5", r"calibrate: expected its keys, such as data, samples, seq_len \(got 5\)$"),
         ("train.tokens=1", r"is less than one step \(batch_size 4 x seq_len\): give more tokens$"),
         ('model=""', "model: .* at least 1 character"),
     ],
