@@ -82,9 +82,9 @@ def _absent(parameter: Any, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _runs(model: Any) -> bool:
-    """No module computes with the weights of another one, in what one token reaches."""
+    """No module computes with the weights of another one, in what two tokens reach; one alone may take a decoder's short cut."""
     with torch.no_grad():
-        hidden: Tensor = model.base_model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)[0]
+        hidden: Tensor = model.base_model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)[0]
     return bool(torch.isfinite(hidden).all())
 
 
