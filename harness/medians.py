@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import gammaln
+from scipy.special import gammaln, ndtri
 
 from harness.intervals import (
     LEVEL,
@@ -37,8 +37,7 @@ from harness.intervals import (
 from harness.resampling import RESAMPLES, SEED, resampled_sums
 
 AVERAGED = 2  # benchmarks: their median is a mean, which noise does not move to one side
-CREDIBLE = 0.997  # of each limit, over more benchmarks
-CHAINS, BURNED, KEPT = 400, 12, 10  # chains side by side, and their sweeps
+CHAINS, BURNED, KEPT = 400, 12, 10  # chains of a suite, and their sweeps
 
 
 def paired_ratio_deviations(top: Floats, bottom: Floats, cluster: Ints, stream: int, arm: int = 0) -> Floats | None:
@@ -67,8 +66,13 @@ def paired_ratio_deviations(top: Floats, bottom: Floats, cluster: Ints, stream: 
 
 def median_interval(values: Sequence[float], deviations: Sequence[Floats], clusters: int) -> Interval:
     """Interval of the median of `values` [K] (one per benchmark) from resampled deviations, K arrays [RESAMPLES]."""
-    observed, draws = np.array(values), np.stack(deviations)
-    return _interval(float(np.median(observed)), _medians(observed, draws, 0), clusters, len(values))
+    observed, moved = np.array(values), np.stack(deviations)
+    return interval_of_median(observed, _drawn(observed, moved, 0), clusters)
+
+
+def interval_of_median(observed: Floats, drawn: Floats, clusters: int) -> Interval:
+    """The same from medians that were drawn given the observed values [K]."""
+    return _interval(float(np.median(observed)), drawn, clusters, len(observed))
 
 
 def median_difference_interval(
@@ -78,18 +82,25 @@ def median_difference_interval(
     bottom_deviations: Sequence[Floats],
     clusters: int,
 ) -> Interval:
-    """Interval of median(top) - median(bottom), two arms on the same K benchmarks, deviations drawn together.
+    """Interval of median(top) - median(bottom), two arms on the same K benchmarks, deviations drawn together."""
+    a, b = np.array(top), np.array(bottom)
+    up, down = np.stack(top_deviations), np.stack(bottom_deviations)
+    return interval_of_difference(a, up, _drawn(a, up, 0), b, down, _drawn(b, down, 1), clusters)
+
+
+def interval_of_difference(
+    a: Floats, up: Floats, drawn_a: Floats, b: Floats, down: Floats, drawn_b: Floats, clusters: int
+) -> Interval:
+    """The same from medians that were drawn given the observed values a, b [K]; up, down: their deviations [K, RESAMPLES].
 
     The two medians are drawn independently; then the spread of their difference is reduced by what the deviations,
     which share items and baseline, say about how the two medians move together. The interval also holds what a rerun
     of both arms would move the difference by: precise benchmarks shall not speak for the others.
     """
-    a, b = np.array(top), np.array(bottom)
-    up, down = np.stack(top_deviations), np.stack(bottom_deviations)
     apart = np.roll(down, RESAMPLES // 2, axis=1)  # the same draws, no longer together
     moved = _median(a, up) - _median(b, down)
     together, alone = float(np.std(moved)), float(np.std(_median(a, up) - _median(b, apart)))
-    drawn = _medians(a, up, 0) - _medians(b, down, 1)
+    drawn = drawn_a - drawn_b
     middle = float(drawn.mean())
     drawn = middle + (drawn - middle) * (min(1.0, together / alone) if alone > 0 else 1.0)
     value = float(np.median(a) - np.median(b))
@@ -101,7 +112,7 @@ def median_difference_interval(
 
 
 def _interval(value: float, drawn: Floats, clusters: int, benchmarks: int) -> Interval:
-    level = LEVEL if benchmarks <= AVERAGED else CREDIBLE
+    level = LEVEL if benchmarks <= AVERAGED else 1 - (1 - LEVEL) / benchmarks
     low, high = np.quantile(drawn, [1 - level, level])
     few = f"only {benchmarks} benchmark{'s' if benchmarks > 1 else ''}" if benchmarks <= 3 else ""
     method = "resampling within each benchmark, values that may be equal"
@@ -112,71 +123,84 @@ def _median(observed: Floats, draws: Floats) -> Floats:
     return np.asarray(np.median(observed[:, None] + draws, axis=0), dtype=np.float64)
 
 
-def _medians(observed: Floats, draws: Floats, stream: int) -> Floats:
+def _drawn(observed: Floats, deviations: Floats, stream: int) -> Floats:
     """Medians of true values drawn given observed values [K] and their deviations [K, RESAMPLES]."""
     if len(observed) <= AVERAGED:
-        return _median(observed, draws)
-    error = np.sqrt(np.maximum(draws.var(axis=1), 1e-12))
-    chains = _Chains(observed, error, np.random.default_rng([SEED, len(observed), stream]))
+        return _median(observed, deviations)
+    error = np.sqrt(np.maximum(deviations.var(axis=1), 1e-12))
+    return drawn_medians(observed[None], error[None], stream)[0]
+
+
+def drawn_medians(observed: Floats, error: Floats, stream: int) -> Floats:
+    """Medians of true values, [S, CHAINS * KEPT], drawn for S suites side by side given observed values [S, K] of known errors."""
+    suites, k = observed.shape
+    chains = _Chains(observed, error, np.random.default_rng([SEED, k, stream]))
     for _ in range(BURNED):
         chains.sweep()
     kept = []
     for _ in range(KEPT):
         chains.sweep()
-        kept.append(np.median(chains.values, axis=1))
-    return np.concatenate(kept)
+        kept.append(np.median(chains.values, axis=1).reshape(suites, CHAINS))
+    return np.concatenate(kept, axis=1)
 
 
 class _Chains:
-    """CHAINS Gibbs samplers side by side of the true values behind `observed` [K] of known errors [K].
+    """CHAINS Gibbs samplers a suite of the true values behind `observed` [S, K] of errors [S, K]. Each is one of R = S * CHAINS rows.
 
-    Values of one group are equal. A group's value is N(weighted mean, (3 spreads of the observed)^2) a priori. A benchmark joins
-    a group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. Chains are
-    rows: group of each benchmark, value and size of each group, all [CHAINS, K].
+    Values of one group are equal. A group's value is N(median, spread^2) a priori, the spread three times that of the observed
+    values about their median (MAD, so that a collapsed benchmark does not widen it) or the median error. A benchmark joins a group
+    of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. State: the group of
+    each benchmark, value and size of each group, all [R, K].
     """
 
     def __init__(self, observed: Floats, error: Floats, rng: np.random.Generator) -> None:
-        k = len(observed)
-        self.observed, self.error, self.rng = observed, error, rng
-        weight = 1 / error**2
-        self.centre = float((weight * observed).sum() / weight.sum())
-        self.spread = 3 * math.sqrt(max(float(observed.var()), float((error**2).mean())))
-        self.row = np.arange(CHAINS)
-        # Half of the chains begin with every benchmark in a group of its own, half with all in one.
-        self.group = np.where(self.row[:, None] % 2, np.arange(k), 0)
-        self.level = np.where(self.row[:, None] % 2, observed, self.centre)
-        self.count = (self.group[:, :, None] == np.arange(k)).sum(axis=1).astype(np.float64)
+        k = observed.shape[1]
+        centre = np.median(observed, axis=1, keepdims=True)
+        deviation = np.median(np.abs(observed - centre), axis=1, keepdims=True) / ndtri(0.75)
+        spread = 3 * np.maximum(deviation, np.median(error, axis=1, keepdims=True))
+        # Of a group of one benchmark alone: how well it explains the benchmark, its value's mean and deviation.
+        alone = -0.5 * (observed - centre) ** 2 / (error**2 + spread**2) - 0.5 * np.log(1 + (spread / error) ** 2)
+        mean = (observed / error**2 + centre / spread**2) / (error**-2 + spread**-2)
+        self.observed, self.error, self.centre, self.spread, self.alone, self.mean, self.deviation = (
+            np.repeat(one, CHAINS, axis=0)
+            for one in (observed, error, centre, spread, alone, mean, (error**-2 + spread**-2) ** -0.5)
+        )
+        self.rng, self.row = rng, np.arange(len(self.observed))
+        self.joining = np.concatenate([[-np.inf], np.log(np.arange(2, k + 2))])
         self.opening = _opening(k)
+        # Half of the chains begin with every benchmark in a group of its own, half with all in one.
+        apart = self.row[:, None] % 2 == 1
+        self.group = np.where(apart, np.arange(k), 0)
+        self.level = np.where(apart, self.observed, self.centre)
+        self.count = np.where(apart, 1, np.where(np.arange(k) == 0, k, 0))
 
     @property
     def values(self) -> Floats:
-        """[CHAINS, K]"""
+        """[R, K]"""
         return np.take_along_axis(self.level, self.group, axis=1)
 
     def sweep(self) -> None:
         """Every benchmark chooses its group anew, then every group its value."""
-        for k in range(len(self.observed)):
+        precision = np.repeat(self.spread**-2, self.group.shape[1], axis=1)
+        total = self.centre * precision
+        for k in range(self.group.shape[1]):
             self._choose(k)
-        member = self.group[:, :, None] == np.arange(len(self.observed))
-        weight = 1 / self.error**2
-        precision = (member * weight[:, None]).sum(axis=1) + self.spread**-2
-        mean = ((member * (weight * self.observed)[:, None]).sum(axis=1) + self.centre * self.spread**-2) / precision
-        self.level = mean + self.rng.standard_normal(mean.shape) / np.sqrt(precision)
+        for k in range(self.group.shape[1]):
+            weight = self.error[:, k] ** -2
+            precision[self.row, self.group[:, k]] += weight
+            total[self.row, self.group[:, k]] += weight * self.observed[:, k]
+        self.level = total / precision + self.rng.standard_normal(total.shape) / np.sqrt(precision)
 
     def _choose(self, k: int) -> None:
-        row, rng, x, error = self.row, self.rng, self.observed[k], self.error[k]
+        row, rng = self.row, self.rng
         self.count[row, self.group[:, k]] -= 1
-        taken = self.count > 0
-        log = np.where(taken, np.log(self.count + 1) - 0.5 * ((x - self.level) / error) ** 2 - math.log(error), -np.inf)
-        free = taken.argmin(axis=1)
-        wide = math.hypot(error, self.spread)
-        log[row, free] = self.opening[taken.sum(axis=1)] - 0.5 * ((x - self.centre) / wide) ** 2 - math.log(wide)
+        free = self.count.argmin(axis=1)
+        log = self.joining[self.count] - 0.5 * ((self.observed[:, k, None] - self.level) / self.error[:, k, None]) ** 2
+        log[row, free] = self.opening[(self.count > 0).sum(axis=1)] + self.alone[:, k]
         chance = np.exp(log - log.max(axis=1, keepdims=True)).cumsum(axis=1)
-        chosen = (chance < (rng.random(CHAINS) * chance[:, -1])[:, None]).sum(axis=1)
-        precision = error**-2 + self.spread**-2
-        fresh = (x * error**-2 + self.centre * self.spread**-2) / precision
-        fresh = fresh + rng.standard_normal(CHAINS) / math.sqrt(precision)
-        self.level[row, chosen] = np.where(chosen == free, fresh, self.level[row, chosen])
+        chosen = (chance < rng.random((len(row), 1)) * chance[:, -1:]).sum(axis=1)
+        # A free group's value is of no weight where it is not chosen.
+        self.level[row, free] = self.mean[:, k] + self.deviation[:, k] * rng.standard_normal(len(row))
         self.group[:, k] = chosen
         self.count[row, chosen] += 1
 

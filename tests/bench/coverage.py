@@ -22,6 +22,8 @@ from harness.intervals import Floats, Interval, Ints
 
 SUITE = np.array([0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012])
 MARGIN = 0.05
+SIDE_BY_SIDE = 25  # suites whose chains run together
+TrueValues = Callable[[np.random.Generator, int], Floats]  # of k benchmarks
 # Questions, answers to each, BF16's score: eleven benchmarks of the sizes that are published.
 PUBLISHED = [
     (30, 64, 0.9), (198, 8, 0.75), (454, 8, 0.7), (338, 8, 0.4), (300, 5, 0.7), (12_032, 1, 0.78), (1000, 1, 0.6),
@@ -31,6 +33,12 @@ PUBLISHED = [
 
 def holds(found: Interval, true: float) -> bool:
     return found.low is not None and found.high is not None and found.low <= true <= found.high
+
+
+def width(found: Interval) -> float:
+    assert found.low is not None
+    assert found.high is not None
+    return found.high - found.low
 
 
 def pairs(simulations: int) -> None:
@@ -63,61 +71,70 @@ def pair(simulations: int, n: int, repeats: int, right: float, noise: float) -> 
 
 
 def suites(simulations: int) -> None:
-    print("median of a suite (errors) | coverage of the median, of the difference of two; width of the median's")
-    scatters: dict[str, Callable[[np.random.Generator, int], Floats]] = {
-        "alike": lambda _rng, k: np.ones(k),
-        "scattered by .01": lambda rng, k: 1 + 0.01 * rng.standard_normal(k),
-        "scattered by .03": lambda rng, k: 1 + 0.03 * rng.standard_normal(k),
-        "scattered by .1": lambda rng, k: 1 + 0.1 * rng.standard_normal(k),
-        "two groups .04 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.96, 1.0)),
-        "two groups .06 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.94, 1.0)),
-        "two groups .1 apart": lambda rng, k: rng.permutation(np.where(np.arange(k) < k // 2, 0.9, 1.0)),
-        "four groups .2 apart": lambda rng, k: rng.permutation(1 - 0.2 * (np.arange(k) * 4 // k)),
-        "one collapsed": lambda rng, k: rng.permutation(np.where(np.arange(k) < 1, 0.3, 1.0)),
-    }
-    for name, errors in (
-        ("11 of .02", np.full(11, 0.02)),
-        ("11 of .005-.05", SUITE),
-        ("3 of .02-.08", np.array([0.02, 0.035, 0.08])),
-    ):
+    print("median of a suite (errors) | coverage of the median, of the difference of two; widths in points")
+
+    def groups(*sizes: int, apart: float = 0.0) -> TrueValues:
+        """Groups of these sizes, `apart` below one another."""
+        return lambda rng, k: rng.permutation(1 - apart * np.repeat(np.arange(len(sizes)), sizes)[:k])
+
+    def scattered(by: float) -> TrueValues:
+        return lambda rng, k: 1 + by * rng.standard_normal(k)
+
+    for errors in (
+        np.full(11, 0.02), SUITE, np.array([0.02, 0.035, 0.08]), *(SUITE[:k] for k in (5, 7, 10)), np.tile(SUITE, 2)[:21]
+    ):  # fmt: skip
+        k = len(errors)
+        half = (k - k // 2, k // 2)  # the median is one of the upper, larger group
+        scatters = {
+            "alike": groups(k),
+            **{f"scattered by {by}": scattered(by) for by in (0.006, 0.02, 0.06)},
+            **{f"two groups {apart} apart": groups(*half, apart=apart) for apart in (0.02, 0.03, 0.04, 0.06, 0.1)},
+            "one more in the larger of two groups .04 apart": groups(half[0] + 1, half[1] - 1, apart=0.04),
+            "four groups .2 apart": groups(*(len(part) for part in np.array_split(np.arange(k), 4)), apart=0.2),
+            "one collapsed": lambda rng, k: rng.permutation(np.where(np.arange(k) < 1, 0.3, 1.0)),
+            "one collapsed, two groups .02 apart": lambda rng, k: rng.permutation(
+                np.concatenate([[0.3], np.where(np.arange(k - 1) < (k - 1) // 2, 0.98, 1.0)])
+            ),
+        }
+        name = f"{k} of {errors.min():.3f}-{errors.max():.3f}"
         for scatter, true_values in scatters.items():
             suite(simulations, f"{name}, {scatter}", errors, true_values)
-        for one, other in (("two groups .06 apart", "alike"), ("scattered by .03", "two groups .04 apart")):
+        for one, other in (("two groups 0.06 apart", "alike"), ("scattered by 0.02", "two groups 0.04 apart")):
             suite(simulations, f"{name}, {one} beside {other}", errors, scatters[one], scatters[other])
 
 
 def suite(
-    simulations: int, label: str, errors: Floats, true_values: Callable[[np.random.Generator, int], Floats],
-    other: Callable[[np.random.Generator, int], Floats] | None = None,
-) -> None:  # fmt: skip
+    simulations: int, label: str, errors: Floats, true_values: TrueValues, other: TrueValues | None = None
+) -> None:
     """Two arms with the same true values, or with others, and errors that correlate by half, as those of paired arms do."""
-    rng = np.random.default_rng(len(label))
-    k, draws = len(errors), medians.RESAMPLES
+    rng = np.random.default_rng(list(label.encode()))
+    k = len(errors)
     hits, widths = np.zeros(2), []
-    for _ in range(simulations):
-        first = true_values(rng, k)
-        trues = (first, other(rng, k) if other else first)
-        arms, deviations = [], []
-        shared, shared_draws = rng.standard_normal(k), rng.standard_normal((k, draws))
-        for true in trues:
-            own, own_draws = rng.standard_normal(k), rng.standard_normal((k, draws))
-            arms.append((true + errors * (shared + own) / math.sqrt(2)).tolist())
-            deviations.append(list(errors[:, None] * (shared_draws + own_draws) / math.sqrt(2)))
-        found = medians.median_interval(arms[0], deviations[0], 0)
-        gain = medians.median_difference_interval(arms[0], deviations[0], arms[1], deviations[1], 0)
-        one, two = (float(np.median(true)) for true in trues)
-        hits += [holds(found, one), holds(gain, one - two)]
-        assert found.low is not None
-        assert found.high is not None
-        widths.append(found.high - found.low)
+    for start in range(0, simulations, SIDE_BY_SIDE):
+        n = min(SIDE_BY_SIDE, simulations - start)
+        first = np.array([true_values(rng, k) for _ in range(n)])
+        trues = (first, np.array([other(rng, k) for _ in range(n)]) if other else first)
+        shared = rng.standard_normal((n, k))
+        arms = [true + errors * (shared + rng.standard_normal((n, k))) / math.sqrt(2) for true in trues]
+        drawn = [medians.drawn_medians(arm, np.tile(errors, (n, 1)), stream) for stream, arm in enumerate(arms)]
+        for number in range(n):
+            both, up, down = (rng.standard_normal((k, medians.RESAMPLES)) for _ in range(3))
+            moved = [errors[:, None] * (both + own) / math.sqrt(2) for own in (up, down)]
+            (a, b), (drawn_a, drawn_b) = (arm[number] for arm in arms), (one[number] for one in drawn)
+            found = medians.interval_of_median(a, drawn_a, 0)
+            gain = medians.interval_of_difference(a, moved[0], drawn_a, b, moved[1], drawn_b, 0)
+            one, two = (float(np.median(true[number])) for true in trues)
+            hits += [holds(found, one), holds(gain, one - two)]
+            widths.append([width(found), width(gain)])
     shares = " ".join(f"{value / simulations:.3f}" for value in hits)
-    print(f"{label:60s} | {shares} | {100 * float(np.median(widths)):.1f} points", flush=True)
+    points = " ".join(f"{100 * value:.1f}" for value in np.median(widths, axis=0))
+    print(f"{label:70s} | {shares} | {points} points", flush=True)
 
 
 def published(simulations: int) -> None:
     """From items: what `paired_ratio_deviations` makes of two arms' answers beside the baseline's."""
     print("suite of published sizes, true recoveries | coverage of the median, of the difference of two; widths")
-    scatters: dict[str, Callable[[np.random.Generator, int], Floats]] = {
+    scatters: dict[str, TrueValues] = {
         "alike": lambda _rng, k: np.full(k, 0.99),
         "scattered by .01": lambda rng, k: 0.99 + 0.01 * rng.standard_normal(k),
         "scattered by .03": lambda rng, k: 0.97 + 0.03 * rng.standard_normal(k),
@@ -143,10 +160,7 @@ def published(simulations: int) -> None:
             found_median = medians.median_interval(values[0], deviations[0], 0)
             gain = medians.median_difference_interval(values[0], deviations[0], values[1], deviations[1], 0)
             hits += [holds(found_median, float(np.median(true))), holds(gain, 0.0)]
-            for place, one in enumerate((found_median, gain)):
-                assert one.low is not None
-                assert one.high is not None
-                widths[number, place] = one.high - one.low
+            widths[number] = width(found_median), width(gain)
         shares = " ".join(f"{value / simulations:.3f}" for value in hits)
         points = " ".join(f"{100 * value:.1f}" for value in np.median(widths, axis=0))
         print(f"{name:24s} | {shares} | {points} points", flush=True)

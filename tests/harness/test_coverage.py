@@ -103,30 +103,48 @@ def test_the_n_that_would_decide_decides() -> None:
     assert 0.70 < found.count("non-inferior") / 200 < 0.90
 
 
-@pytest.mark.parametrize("scatter", ["alike", "even", "groups"])
-@pytest.mark.parametrize("errors", ["equal", "tenfold"])
-def test_the_median_of_a_suite_covers(scatter: str, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eleven benchmarks; in groups the median is one of six equal values above five lower ones, five errors away."""
-    monkeypatch.setattr(medians, "RESAMPLES", 500)
-    monkeypatch.setattr(medians, "CHAINS", 60)
-    error = np.array([0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012])
-    if errors == "equal":
-        error = np.full(11, 0.02)
-    rng = np.random.default_rng(len(scatter))
-    draws = rng.standard_normal((11, 500)) * error[:, None]
-    hits, simulations = 0, 60
-    for _ in range(simulations):
-        true = np.ones(11)
-        if scatter == "even":
-            true = true + 0.03 * rng.standard_normal(11)
-        elif scatter == "groups":
-            true = rng.permutation(np.array([0.9] * 5 + [1.0] * 6))
-        observed = true + error * rng.standard_normal(11)
-        found = medians.median_interval(observed.tolist(), list(draws), 0)
+TENFOLD = [0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012]
+
+
+@pytest.mark.parametrize(
+    ("lower", "apart"), [(0, 0.0), (5, 0.03), (5, 0.06), (5, 0.1)], ids=["alike", "near", "three-errors", "far"]
+)
+@pytest.mark.parametrize("errors", [[0.02] * 11, TENFOLD, [0.02, 0.035, 0.08, 0.02, 0.05]], ids=["equal", "tenfold", "five"])
+def test_the_median_of_a_suite_covers(
+    errors: list[float], lower: int, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The median is one of the equal values above the lower group, the hardest place: of eleven the lowest of six, observed."""
+    monkeypatch.setattr(medians, "CHAINS", 100)
+    k, simulations = len(errors), 40
+    error = np.array(errors)
+    rng = np.random.default_rng([k, round(1000 * apart)])
+    low = min(lower, (k - 1) // 2)
+    true = np.array([rng.permutation([1 - apart] * low + [1.0] * (k - low)) for _ in range(simulations)])
+    observed = true + error * rng.standard_normal((simulations, k))
+    drawn = medians.drawn_medians(observed, np.tile(error, (simulations, 1)), 0)
+    hits = 0
+    for values, medians_drawn, one in zip(observed, drawn, true, strict=True):
+        found = medians.interval_of_median(values, medians_drawn, 0)
         assert found.low is not None
         assert found.high is not None
-        hits += found.low <= np.median(true) <= found.high
+        hits += found.low <= np.median(one) <= found.high
     assert hits / simulations >= least(0.93, simulations)
+
+
+def test_a_collapsed_benchmark_leaves_the_interval_as_wide() -> None:
+    """One of eleven, at .3: the others say of the median what they said before."""
+    rng = np.random.default_rng(5)
+    draws = list(0.02 * rng.standard_normal((11, medians.RESAMPLES)))
+    values = 1 + 0.02 * rng.standard_normal(11)
+
+    def limits(values: Floats) -> tuple[float, float]:
+        found = medians.median_interval(values.tolist(), draws, 0)
+        assert found.low is not None
+        assert found.high is not None
+        return found.low, found.high
+
+    fallen = np.where(values == values.min(), 0.3, values)
+    assert limits(fallen) == pytest.approx(limits(values), abs=0.01)
 
 
 def test_two_benchmarks_have_a_mean() -> None:
