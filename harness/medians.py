@@ -1,17 +1,24 @@
 """Median recovery over benchmarks, and the difference of two such medians, with intervals.
 
 Resampling around the observed recoveries counts their noise twice where benchmarks are alike and keeps the bias of an order
-statistic where they fall into groups (the median of six equal values below five lower ones is the smallest of six noisy ones:
+statistic where they fall into groups (the median of six equal values above five lower ones is the lowest of six noisy ones:
 it covers .1-.6). So the true values get a model that allows ties: benchmarks fall into an unknown number of groups of equal
 value, any number and any sizes as likely a priori, with every grouping and every value weighed by how well it explains the
 recoveries and their errors (a mixture of finite mixtures: Miller and Harrison, Journal of the American Statistical
-Association 113, 2018, 340-356), sampled by Gibbs chains. The interval holds the middle 99.4 % of the medians drawn from it,
-since which group holds the middle one cannot be seen where groups are two or three errors apart; two benchmarks have a mean.
+Association 113, 2018, 340-356), sampled by Gibbs chains. Which group holds the middle one cannot be seen where groups are two or
+three errors apart, so of K benchmarks the interval leaves out 5 % / K of the medians drawn; two benchmarks have a mean.
 
-Coverage in simulation (tests/bench/coverage.py, 60-100 suites each), 11 benchmarks: of equal errors, alike or scattered 1.00, in
-groups two, three and five errors apart .98, .92-.96 and .97; of errors that differ tenfold, alike 1.00, scattered .97-1.00, in
-groups .95-1.00. Too wide where benchmarks are alike is the price of groups that cannot be told from them. The difference of two
-medians, of arms whose errors correlate by half, covers 1.00 where the arms lose alike; where they do not, .92-1.00.
+Coverage in simulation (tests/bench/coverage.py), 11 benchmarks of known errors. Hardest is a median at the edge of the larger
+of two groups, six and five, that are 1, 1.5, 2, 2.5, 3, 4 and 5 errors apart: .99, .98, .98, .94, .93, .98, .99 with equal
+errors, .97, .96, .98, .97, .98, .99, .98 with errors that differ tenfold (400 suites each, +-.012; groupings drawn exactly,
+with which the chains agree). Alike, scattered, in more groups or with a collapsed one .98-1.00, above .98 because groups may be
+there unseen: two groups two errors apart pass a chi-square test of being alike in two suites of five, their median .9 errors
+off their mean, and an interval of the mean +-.9 errors, three standard errors of it, covers .997 where all are alike. 3 to 10
+benchmarks cover .93-1.00.
+
+The difference of two medians, of arms whose errors correlate by half, covers 1.00 where both arms lose alike and .93-1.00 where
+one is in two groups and the other alike or scattered. It falls to .70-.90 in one setting: groups of six and five, 1.5 to 3
+errors apart, of which one arm has six in the upper, the other six in the lower, so that one benchmark decides both medians.
 """
 
 from __future__ import annotations
@@ -132,7 +139,7 @@ def _drawn(observed: Floats, deviations: Floats, stream: int) -> Floats:
 
 
 def drawn_medians(observed: Floats, error: Floats, stream: int) -> Floats:
-    """Medians of true values, [S, CHAINS * KEPT], drawn for S suites side by side given observed values [S, K] of known errors."""
+    """Medians of true values drawn for S suites side by side, [S, CHAINS * KEPT], given observed values and errors [S, K]."""
     suites, k = observed.shape
     chains = _Chains(observed, error, np.random.default_rng([SEED, k, stream]))
     for _ in range(BURNED):
@@ -145,12 +152,12 @@ def drawn_medians(observed: Floats, error: Floats, stream: int) -> Floats:
 
 
 class _Chains:
-    """CHAINS Gibbs samplers a suite of the true values behind `observed` [S, K] of errors [S, K]. Each is one of R = S * CHAINS rows.
+    """CHAINS Gibbs samplers a suite of the true values behind `observed` [S, K] of errors [S, K], all side by side as R rows.
 
     Values of one group are equal. A group's value is N(median, spread^2) a priori, the spread three times that of the observed
-    values about their median (MAD, so that a collapsed benchmark does not widen it) or the median error. A benchmark joins a group
-    of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`. State: the group of
-    each benchmark, value and size of each group, all [R, K].
+    values about their median (MAD, so that a collapsed benchmark does not widen it) or the median error. A benchmark joins a
+    group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`.
+    State: the group of each benchmark, value and size of each group, all [R, K].
     """
 
     def __init__(self, observed: Floats, error: Floats, rng: np.random.Generator) -> None:

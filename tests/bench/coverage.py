@@ -95,11 +95,15 @@ def suites(simulations: int) -> None:
             "one collapsed, two groups .02 apart": lambda rng, k: rng.permutation(
                 np.concatenate([[0.3], np.where(np.arange(k - 1) < (k - 1) // 2, 0.98, 1.0)])
             ),
+            "upper edge": lambda _rng, k: np.where(np.arange(k) < k // 2, 0.94, 1.0),
+            "lower edge": lambda _rng, k: np.where(np.arange(k) < k - k // 2, 0.94, 1.0),
         }
         name = f"{k} of {errors.min():.3f}-{errors.max():.3f}"
         for scatter, true_values in scatters.items():
             suite(simulations, f"{name}, {scatter}", errors, true_values)
-        for one, other in (("two groups 0.06 apart", "alike"), ("scattered by 0.02", "two groups 0.04 apart")):
+        for one, other in (
+            ("two groups 0.06 apart", "alike"), ("scattered by 0.02", "two groups 0.04 apart"), ("upper edge", "lower edge")
+        ):  # fmt: skip
             suite(simulations, f"{name}, {one} beside {other}", errors, scatters[one], scatters[other])
 
 

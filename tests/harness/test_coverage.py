@@ -107,19 +107,24 @@ TENFOLD = [0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.0
 
 
 @pytest.mark.parametrize(
-    ("lower", "apart"), [(0, 0.0), (5, 0.03), (5, 0.06), (5, 0.1)], ids=["alike", "near", "three-errors", "far"]
+    ("lower", "apart", "scatter"),
+    [(0, 0.0, 0.0), (0, 0.0, 0.03), (5, 0.03, 0.0), (5, 0.06, 0.0), (5, 0.1, 0.0)],
+    ids=["alike", "scattered", "near", "three-errors", "far"],
 )
-@pytest.mark.parametrize("errors", [[0.02] * 11, TENFOLD, [0.02, 0.035, 0.08, 0.02, 0.05]], ids=["equal", "tenfold", "five"])
+@pytest.mark.parametrize(
+    "errors", [[0.02] * 11, TENFOLD, [0.02, 0.035, 0.08, 0.02, 0.05]], ids=["equal", "tenfold", "five"]
+)
 def test_the_median_of_a_suite_covers(
-    errors: list[float], lower: int, apart: float, monkeypatch: pytest.MonkeyPatch
+    errors: list[float], lower: int, apart: float, scatter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The median is one of the equal values above the lower group, the hardest place: of eleven the lowest of six, observed."""
-    monkeypatch.setattr(medians, "CHAINS", 100)
+    """The median is one of the equal values above the lower group, where it is hardest to cover."""
+    monkeypatch.setattr(medians, "CHAINS", 80)
     k, simulations = len(errors), 40
     error = np.array(errors)
     rng = np.random.default_rng([k, round(1000 * apart)])
     low = min(lower, (k - 1) // 2)
     true = np.array([rng.permutation([1 - apart] * low + [1.0] * (k - low)) for _ in range(simulations)])
+    true = true + scatter * rng.standard_normal((simulations, k))
     observed = true + error * rng.standard_normal((simulations, k))
     drawn = medians.drawn_medians(observed, np.tile(error, (simulations, 1)), 0)
     hits = 0
@@ -131,20 +136,20 @@ def test_the_median_of_a_suite_covers(
     assert hits / simulations >= least(0.93, simulations)
 
 
+def width(values: Floats, draws: list[Floats]) -> float:
+    found = medians.median_interval(values.tolist(), draws, 0)
+    assert found.low is not None
+    assert found.high is not None
+    return found.high - found.low
+
+
 def test_a_collapsed_benchmark_leaves_the_interval_as_wide() -> None:
-    """One of eleven, at .3: the others say of the median what they said before."""
+    """One of eleven, at .3: the others say no more of the median than they said before."""
     rng = np.random.default_rng(5)
     draws = list(0.02 * rng.standard_normal((11, medians.RESAMPLES)))
     values = 1 + 0.02 * rng.standard_normal(11)
-
-    def limits(values: Floats) -> tuple[float, float]:
-        found = medians.median_interval(values.tolist(), draws, 0)
-        assert found.low is not None
-        assert found.high is not None
-        return found.low, found.high
-
     fallen = np.where(values == values.min(), 0.3, values)
-    assert limits(fallen) == pytest.approx(limits(values), abs=0.01)
+    assert width(fallen, draws) == pytest.approx(width(values, draws), rel=0.1)
 
 
 def test_two_benchmarks_have_a_mean() -> None:
@@ -161,12 +166,5 @@ def test_equal_recoveries_share_what_they_know() -> None:
     """Eleven equal recoveries say more about their median than one of them does, eleven far apart no more than that."""
     rng = np.random.default_rng(2)
     draws = list(0.02 * rng.standard_normal((11, medians.RESAMPLES)))
-
-    def width(values: Floats) -> float:
-        found = medians.median_interval(values.tolist(), draws, 0)
-        assert found.low is not None
-        assert found.high is not None
-        return found.high - found.low
-
     noise = 0.02 * rng.standard_normal(11)
-    assert width(1 + noise) < 2 * intervals.Z * 0.02 < width(np.linspace(0.2, 1.0, 11) + noise)
+    assert width(1 + noise, draws) < 2 * intervals.Z * 0.02 < width(np.linspace(0.2, 1.0, 11) + noise, draws)
