@@ -196,8 +196,9 @@ def divergences(simulations: int) -> None:
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    medians.RESAMPLES, medians.CHAINS = 1000, 150
     pairs(count)
+    divergences(count // 4)
+    resampling.RESAMPLES = medians.RESAMPLES = 1000
+    medians.CHAINS = 150
     suites(count // 5)
     published(count // 20)
-    divergences(count // 4)
