@@ -47,23 +47,31 @@ def compilation(enabled: bool | None) -> Iterator[None]:
         _forced = before
 
 
-def compiled(kernel: Callable[..., Any], tensor: Tensor, serial_below: int = 0) -> Callable[..., Any]:
-    """`kernel` itself, or its compiled form where that is available and worth it for `tensor`.
-
-    serial_below: tensors of fewer elements take one thread on a CPU. Waking the others costs more than they would save, and
-    a multiple of it where the machine is busy.
-    """
+def compiled(kernel: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """`kernel` itself, or its compiled form where that is available and worth it for `tensor`."""
     setting = os.environ.get("QAD_COMPILE", "")
     wanted = setting == "1" if setting in ("0", "1") else _forced
     if wanted is None:
         wanted = tensor.numel() >= _LARGE
     if not wanted or torch.compiler.is_compiling() or not compiler_available(tensor.device.type):
         return kernel
-    return _compile(kernel, serial=tensor.numel() < serial_below)
+    return _compile(kernel)
 
 
 @functools.cache
-def _compile(kernel: Callable[..., Any], serial: bool) -> Callable[..., Any]:
+def compiled_for(kernel: Callable[..., Any], device_type: str, serial: bool) -> Callable[..., Any]:
+    """`kernel` compiled wherever that is available, for calls so many and small that deciding would cost as much as they do.
+
+    serial: on a CPU with one thread. For small tensors waking the others costs more than they would save, and a multiple of it
+    where the machine is busy.
+    """
+    if os.environ.get("QAD_COMPILE") == "0" or not compiler_available(device_type):
+        return kernel
+    return _compile(kernel, serial)
+
+
+@functools.cache
+def _compile(kernel: Callable[..., Any], serial: bool = False) -> Callable[..., Any]:
     # One dynamic dimension (the number of blocks) serves every weight and every batch. The options keep, on CUDA, where the
     # defaults do not: the rounding of casts and of each product before it is added, IEEE division, subnormals.
     options: dict[str, Any] = {"emulate_precision_casts": True}

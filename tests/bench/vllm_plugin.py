@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SEQUENCES, PROMPT, NEW, REPEATS = 8, 16, 16, 3
+SEQUENCES, PROMPT, NEW, REPEATS = 8, 16, 16, 5
 TARGETS = {"bfloat16": 10.0, "float32": 3.0}
 KERNELS = ("plugin", "emulation")
 MARK = "tokens/s:"

@@ -141,7 +141,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_foreign_folder_is_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(ArtifactError, match="not written by this tool"):
+    with pytest.raises(ArtifactError, match="no toy that this tool wrote: choose another --out"):
         stage(tmp_path / "out", replace=True)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 

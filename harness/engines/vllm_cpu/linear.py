@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from harness.engines.vllm_cpu.plugin import say_emulated
 from qad import fp8
-from qad.compiled import compilation, compiled
+from qad.compiled import compiled_for
 from qad.nvfp4 import QuantizedTensor, as_blocks, dequantize, fake_quantize_activation_blocks
 from qad.widened import multiplies_bfloat16
 
@@ -53,8 +53,7 @@ def quantize_activation_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
 
 
 def _quantized(kernel: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    with compilation(True):
-        run = compiled(kernel, x, serial_below=_SERIAL)
+    run = compiled_for(kernel, x.device.type, serial=x.numel() < _SERIAL)
     result: Tensor = run(x, scale.reshape(()), multiplied_dtype(x.dtype))
     return result
 
