@@ -44,6 +44,7 @@ def compare_arms(
     from reports.numbers import clean
     from reports.render import render
     from reports.seeds import training_seeds
+    from reports.serving import serving_table
     from reports.tables import summary_text, table_text
 
     rules = load_policy(policy)
@@ -71,9 +72,8 @@ def compare_arms(
     inputs = {name.replace("/", " "): _identity(record) for name, record in _named(read).items()}
     config = {"margin": margin, "policy": rules.model_dump(mode="json")}
     artifact = run_stage(_KIND, out, config, inputs, work, replace=True)
-    tests = contrasts(comparison)
-    trained = training_seeds(comparison)
-    tables = [table_text(table) for table in (tests, trained) if table]
+    found = contrasts(comparison), training_seeds(comparison), serving_table(comparison, records)
+    tables = [table_text(table) for table in found if table]
     parts = [summary_text(comparison, records), *tables, *noise_lines(comparison)]
     if verdict:
         parts.append(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")

@@ -253,7 +253,8 @@ def _rate_cell(rates: list[float], tags: tuple[str, ...]) -> Cell:
 
 def summary_text(comparison: Comparison, records: list[Record]) -> str:
     """The summary for a terminal: one line a row, interval in brackets."""
-    text = [table_text(summary(comparison, records))]
+    table = summary(comparison, records)
+    text = [table_text(table)] if table.groups else []
     arms = [arm_name(arm) for arm in emulated_arms(records)]
     if arms:
         text.append(f"{', '.join(arms)}: FP4 is emulated here; accuracy is meaningful, speed is not FP4 speed.")

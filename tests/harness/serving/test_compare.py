@@ -134,8 +134,11 @@ def test_compare_writes_and_prints_it(tmp_path: Path) -> None:
 
     for arm, speeds in (("bf16", [1.0, 1.1, 0.9]), ("ptq", [2.0, 2.2, 1.8])):
         write(record(arm, speeds), tmp_path / arm / "serving.json")
-    artifact, _ = compare_arms([str(tmp_path / "bf16"), str(tmp_path / "ptq")], tmp_path / "out", margin=0.01,
-                               policy="drop-1pct")  # fmt: skip
+    artifact, said = compare_arms([str(tmp_path / "bf16"), str(tmp_path / "ptq")], tmp_path / "out", margin=0.01,
+                                  policy="drop-1pct")  # fmt: skip
+    speed = next(line for line in said.splitlines() if "relative to BF16" in line)
+    assert "2.00 ×" in speed  # noqa: RUF001
+    assert not said.startswith("  BF16")  # no head of a summary without rows
     page = (artifact.path / "report" / "report.html").read_text()
     assert "Speed of serving" in page
     assert 'id="pareto-wide' in page
