@@ -303,6 +303,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from export.check import check, to_json
+    from reports.numbers import plural
 
     folder = _fixed(args) if args.fix else args.folder
     findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
@@ -312,12 +313,8 @@ def _check(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
-        _say(f"{folder}: " + (_plural(len(bad), "error") if bad else f"ok, {_plural(len(findings), 'warning')}"))
+        _say(f"{folder}: " + (plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"))
     return 1 if bad else 0
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _fixed(args: argparse.Namespace) -> Path:
