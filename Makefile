@@ -22,7 +22,7 @@ $(VENV)/.done: pyproject.toml
 TORCH  ?= torch==2.13.0
 
 $(MODEL)/config.json: | setup
-	$(BIN)/python -m qad.demo_model $(MODEL)
+	$(BIN)/python -m qad.command.demo_model $(MODEL)
 
 demo: setup $(MODEL)/config.json
 	$(BIN)/qad run smollm2-135m --out $(RUN)

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from export.layout import SCALES, Layout
-from export.safetensors_writer import Entry
-from qad.arm import Arm
-from qad.formats import FOUR_BITS, FP8
-from qad.selection import Selection
+from export.files.safetensors_writer import Entry
+from export.layouts.layout import SCALES, Layout
+from qad.arms.arm import Arm
+from qad.arms.selection import Selection
+from qad.numerics.formats import FOUR_BITS, FP8
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
 # The hub keeps weights and tokenizers in its large-file store, and wants every file there that git would choke on.

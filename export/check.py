@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.findings import Finding, error, to_json, warning
 from export.folder import Folder, open_folder
-from export.layout import COMPRESSED_TENSORS
-from export.rules import coverage, experts, files, metadata, tensors
+from export.layouts.layout import COMPRESSED_TENSORS
+from export.rules import coverage, expert_modules, files, metadata, tensors
 from export.rules.against_arm import against_arm
+from export.rules.findings import Finding, error, to_json, warning
 from qad.errors import UsageError
 
 __all__ = ["Finding", "check", "to_json"]
@@ -60,5 +60,5 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from tensors.e6_scale_groups(folder)
     yield from coverage.e7_exclusion(folder)
     yield from coverage.e8_excluded_modules(folder)
-    yield from experts.e9_experts(folder)
+    yield from expert_modules.e9_experts(folder)
     yield from coverage.e10_kv_scales(folder)

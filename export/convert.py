@@ -1,6 +1,6 @@
 """`qad convert`: from one layout to the other, file by file, without quantizing anything again.
 
-Codes and block scales are copied byte for byte, global and input scales become their reciprocals (export/layout.py says
+Codes and block scales are copied byte for byte, global and input scales become their reciprocals (export/layouts/layout.py says
 what that costs: one ulp, once), KV scales and metadata change names, everything else goes along as it is.
 """
 
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from export.card import relabel
 from export.check import check
-from export.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
-from export.findings import Finding
+from export.files.safetensors_writer import Entry, write_file
+from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
-from export.layout import LAYOUTS, Layout
+from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
+from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.scheme import Scheme
+from export.rules.findings import Finding
 from export.rules.metadata import CHECKED
-from export.safetensors_writer import Entry, write_file
-from export.scheme import Scheme
-from export.whole_files import WholeFiles, byte_progress
 from export.writer import KIND, require_room
+from qad.arms.kv_cache import CAST
+from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, Artifact, digest_of, require_apart, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
-from qad.kv_cache import CAST
-from qad.origin import origin_of
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
@@ -38,8 +38,8 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
     behind its last whole file.
 
     Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, has
-    another format than those of qad.formats, or whose KV cache the layout has no words for; BrokenCheckpointError for one
-    that `qad check` refuses, a half converted one among them; StorageError when writing fails.
+    another format than those of qad.numerics.formats, or whose KV cache the layout has no words for; BrokenCheckpointError
+    for one that `qad check` refuses, a half converted one among them; StorageError when writing fails.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown: use one of {', '.join(LAYOUTS)}")

@@ -15,16 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from export.compressed_tensors import FORMAT, FP8_FORMAT, MIXED_FORMAT
-from export.config_files import INDEX, NESTED
-from export.exclude import equal_or_regex
-from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
-from export.safetensors_writer import Entry
+from export.files.safetensors_writer import Entry
+from export.layouts.compressed_tensors import FORMAT, FP8_FORMAT, MIXED_FORMAT
+from export.layouts.config_files import INDEX, NESTED
+from export.layouts.exclude import equal_or_regex
+from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
 from export.skeleton import Skeleton, build_skeleton
-from qad.arm import Quantized
+from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST
 from qad.errors import UsageError
-from qad.formats import (
+from qad.model.families import never_quantized
+from qad.numerics.formats import (
     FORMATS,
     FP8,
     MIXED,
@@ -33,10 +34,9 @@ from qad.formats import (
     algorithm_of,
     announced_algorithm,
 )
-from qad.fp8 import Fp8Tensor
-from qad.kv_cache import CAST
-from qad.nvfp4 import QuantizedTensor
-from qad.selection import never_quantized
+from qad.numerics.fp8 import Fp8Tensor
+from qad.numerics.groups import Quantized
+from qad.numerics.nvfp4 import QuantizedTensor
 from qad.untrusted import mapping, names
 
 FLOATING = ("BF16", "F16", "F32")
@@ -88,7 +88,7 @@ class Folder:
 
     @functools.cached_property
     def algorithm(self) -> str | None:
-        """One of qad.formats, MIXED_PRECISION, or what else the metadata names; None where they name nothing."""
+        """One of qad.numerics.formats, MIXED_PRECISION, or what else the metadata names; None where they name nothing."""
         if self.layout is COMPRESSED_TENSORS:
             return self._compressed_tensors_algorithm()
         for place in (self.quantization or {}, self.nested_quantization):

@@ -18,21 +18,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from export.check import check
-from export.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
 from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order
-from export.findings import Finding
+from export.files.safetensors_writer import write_file
 from export.folder import Folder, open_folder, read_json
-from export.layout import LAYOUTS, Layout
+from export.layouts.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
+from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.scheme import Scheme
 from export.rules.against_arm import modules_of_arm
-from export.safetensors_writer import write_file
-from export.scheme import Scheme
+from export.rules.findings import Finding
 from export.writer import KIND, export_arm, require_room
-from qad.arm import open_arm
+from qad.arms.arm import open_arm
+from qad.arms.kv_cache import CAST
+from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, open_artifact, require_apart, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
-from qad.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
-from qad.kv_cache import CAST
-from qad.origin import origin_of
+from qad.numerics.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
 from qad.untrusted import mapping
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block

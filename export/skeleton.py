@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qad.experts import split_experts
+from qad.model.experts import split_experts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from export.layout import Layout
-from export.safetensors_writer import Entry
-from qad.arm import Arm
+from export.files.safetensors_writer import Entry
+from export.layouts.layout import Layout
+from qad.arms.arm import Arm
+from qad.arms.selection import Selection
 from qad.errors import ArtifactError
-from qad.selection import Selection
-from qad.source import HEAD
+from qad.model.source import HEAD
 
 _FLOATING = ("BF16", "F16", "F32")
 # Added to a router's scores to choose experts, and learned in steps below BF16's resolution; engines hold it in FP32.

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from export.card import git_attributes, model_card
-from export.config_files import write_config_files, write_index
-from export.layout import LAYOUTS, Layout
-from export.safetensors_writer import write_file
-from export.scheme import scheme_of
+from export.files.safetensors_writer import write_file
+from export.files.whole_files import WholeFiles, byte_progress
+from export.layouts.config_files import write_config_files, write_index
+from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.scheme import scheme_of
 from export.store import Unit, units
-from export.whole_files import WholeFiles, byte_progress
-from qad.arm import Arm, open_arm
+from qad.arms.arm import Arm, open_arm
+from qad.arms.kv_cache import CAST
+from qad.arms.origin import origin_of_arm
 from qad.artifact import Artifact, open_artifact, require_apart, run_stage
-from qad.compiled import compilation
 from qad.errors import SourceError, StorageError, UsageError
-from qad.finite import first_not_finite
-from qad.kv_cache import CAST
-from qad.origin import origin_of_arm
+from qad.numerics.compiled import compilation
+from qad.numerics.finite import first_not_finite
 
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000

@@ -2,6 +2,6 @@
 
 import sys
 
-from qad.cli import main
+from qad.command.cli import main
 
 sys.exit(main())

@@ -8,7 +8,7 @@ tool: a differing commit is a warning, not hours of work again.
 
 The manifest (qad_manifest.json) holds: schema_version, kind, status, key, config, config_hash, inputs (name ->
 digest), files (path -> bytes, sha256), digest, producer, environment, argv, created, seconds; of checkpoints and trained arms
-origin (see qad.origin).
+origin (see qad.arms.origin).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def run_stage(
 
     inputs: name -> digest of each input. work: may return the sha256 of files it has hashed already, by path.
     resumable: an OUT.partial of the same key is handed to `work` as it is instead of being emptied. replace: a finished
-    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. origin: see qad.origin, for
+    OUT with another key is replaced (only after the new one is whole); otherwise it is refused. origin: see qad.arms.origin, for
     the manifest alone. Raises ArtifactError for another key and for a non-empty OUT without manifest, StorageError when
     writing fails.
     """

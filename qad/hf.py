@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(DIR, dtype=torch.bfloat16)
 
 Packed weights and scales are loaded as they are stored, decoded once to the compute dtype, and then dropped; the
-forward pass is that of `qad.linear.QuantizedLinear`, the one of the student. This is emulation: the values of NVFP4 and
+forward pass is that of `qad.numerics.linear.QuantizedLinear`, the one of the student. This is emulation: the values of NVFP4 and
 FP8, not their speed or memory. The method name is `modelopt`, so ModelOpt's own exports in these formats open as well.
 
 transformers makes up what a checkpoint lacks, casts what has another dtype and drops what has no place, with a warning
@@ -25,11 +25,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qad import fp8, nvfp4
-from qad.experts import conversions_of_split, split_experts
-from qad.formats import FORMATS, FP8, MIXED, announced_algorithm, quantizes_activations
-from qad.linear import QuantizedLinear
-from qad.nvfp4 import BLOCK_SIZE
+from qad.model.experts import conversions_of_split, split_experts
+from qad.numerics import fp8, nvfp4
+from qad.numerics.formats import FORMATS, FP8, MIXED, announced_algorithm, quantizes_activations
+from qad.numerics.linear import QuantizedLinear
+from qad.numerics.nvfp4 import BLOCK_SIZE
 
 METHOD = "modelopt"
 ALGORITHMS = (*FORMATS, MIXED)

@@ -1,1 +1,1 @@
-"""Reports of a run folder: a pure function of its records. Reads harness.records and harness.comparison; no torch."""
+"""Reports of a run folder: a pure function of its records. Reads the types in harness.records; no torch."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from harness.comparison import Comparison
-from harness.records import Record
-from reports.outcome import BASELINE, arm_name, emulated_arms
+from harness.records.comparison import Comparison
+from harness.records.record import Record
 from reports.parts import Cell, Row
 from reports.render import markdown_text
-from reports.tables import accuracy_group, fidelity_group
+from reports.sections.outcome import BASELINE, arm_name, emulated_arms
+from reports.sections.tables import accuracy_group, fidelity_group
 
 _OF_SEVERAL_ARMS = ("QAD minus PTQ",)
 

@@ -9,14 +9,14 @@ import dataclasses
 import math
 from typing import Any
 
-from harness.comparison import Comparison
-from harness.records import Engine, MemoryData, Record, ThroughputPoint, Training
-from harness.verdict import Verdict
-from reports import items, origin
+from harness.records.comparison import Comparison
+from harness.records.record import Engine, MemoryData, Record, ThroughputPoint, Training
+from harness.records.verdict import Verdict
 from reports.load import Run, SplitText, Step
-from reports.parity import Parity, parity_of
 from reports.parts import Banner, Document
-from reports.tables import memory_of, points_of
+from reports.sections import items, origin
+from reports.sections.engine_parity import Parity, parity_of
+from reports.sections.tables import memory_of, points_of
 
 SCHEMA_VERSION = 3
 

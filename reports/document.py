@@ -3,14 +3,17 @@
 # ruff: noqa: RUF001 - typographic characters are what is printed
 from __future__ import annotations
 
-from harness.comparison import Comparison
-from harness.records import ARMS, Record
-from harness.verdict import Verdict
-from reports import capacity, checked, details, figures, origin, parity, seeds, serving, strata, tables
+from harness.records.comparison import Comparison
+from harness.records.record import ARMS, Record
+from harness.records.verdict import Verdict
+from reports.figures import charts as figures
+from reports.figures import pareto
 from reports.load import Run
 from reports.numbers import clean, people_list
-from reports.outcome import QAD, arm_name, banners, outcome, verdict_banner
 from reports.parts import Block, Code, Document, Notes, Section, Text
+from reports.sections import capacity, checked, details, origin, seeds, serving, strata, tables
+from reports.sections import engine_parity as parity
+from reports.sections.outcome import QAD, arm_name, banners, outcome, verdict_banner
 
 RECIPE_LIMIT = 100_000
 
@@ -192,7 +195,7 @@ def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 def _speed(comparison: Comparison, records: list[Record]) -> list[Block]:
     return _kept(
-        details.speed(comparison, records), serving.pareto_figure(comparison, records),
+        details.speed(comparison, records), pareto.pareto_figure(comparison, records),
         serving.serving_table(comparison, records), serving.serving_notes(records),
     ) or [_nothing("Speed")]  # fmt: skip
 

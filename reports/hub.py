@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.comparison import BenchmarkRow, Comparison
+from harness.records.comparison import BenchmarkRow, Comparison
 from reports.numbers import clean
-from reports.outcome import BASELINE
+from reports.sections.outcome import BASELINE
 
 
 def model_index(comparison: Comparison, arm: str, model_name: str) -> list[dict[str, Any]] | None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from harness import records
-from harness.records import ARMS, Record
+from harness.records import record as records
+from harness.records.record import ARMS, Record
 from qad.untrusted import mapping
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")

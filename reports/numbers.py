@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from harness.comparison import Estimate
+from harness.records.comparison import Estimate
 
 NAME_LIMIT = 120
 GB, GIB = 10**9, 2**30

@@ -14,16 +14,16 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from harness.comparison import Comparison
-from harness.records import Record
-from harness.verdict import Verdict
-from reports import items, origin, seeds
+from harness.records.comparison import Comparison
+from harness.records.record import Record
+from harness.records.verdict import Verdict
 from reports.contents import contents
 from reports.document import document
 from reports.load import load_run
-from reports.missing import not_measured
 from reports.parts import Document
 from reports.rows import table_files
+from reports.sections import items, origin, seeds
+from reports.sections.missing import not_measured
 
 # Everything Markdown or HTML could take for markup.
 _MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
@@ -34,7 +34,7 @@ _BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 def render(run: Path, comparison: Comparison, records: list[Record], verdict: Verdict | None = None) -> list[Path]:
     """Write HTML, Markdown, JSON and tables (each aside, then renamed) and return their paths, in that order.
 
-    records: the arms', and controls (second measurements, for the noise floor). verdict: what harness.gate says of the
+    records: the arms', and controls (second measurements, for the noise floor). verdict: what harness.compare.gate says of the
     comparison, shown first; None where there was nothing to judge.
     """
     every = origin.ordered(records)

@@ -12,13 +12,13 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from harness.comparison import Comparison, Estimate
-from harness.records import Record
-from reports.items import Pair
+from harness.records.comparison import Comparison, Estimate
+from harness.records.record import Record
 from reports.load import Run
 from reports.numbers import clean
-from reports.parity import parity_of
-from reports.tables import memory_of, points_of
+from reports.sections.engine_parity import parity_of
+from reports.sections.items import Pair
+from reports.sections.tables import memory_of, points_of
 
 _FORMULA = ("=", "+", "-", "@")
 CSV_LIMIT = 400  # characters of a text

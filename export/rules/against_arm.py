@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export.findings import Finding, error, warning
 from export.folder import FLOATING, Folder
-from export.layout import Layout
+from export.layouts.layout import Layout
 from export.rules.against_source import against_source
-from qad.arm import Arm, Quantized, open_arm, quantize_group
-from qad.formats import FP8, NVFP4
-from qad.fp8 import Fp8Tensor
-from qad.fp8 import dequantize as dequantize_fp8
-from qad.fusion import scale_groups
-from qad.nvfp4 import dequantize
+from export.rules.findings import Finding, error, warning
+from qad.arms.arm import Arm, open_arm
+from qad.model.families import scale_groups
+from qad.numerics.formats import FP8, NVFP4
+from qad.numerics.fp8 import Fp8Tensor
+from qad.numerics.fp8 import dequantize as dequantize_fp8
+from qad.numerics.groups import Quantized, quantize_group
+from qad.numerics.nvfp4 import dequantize
 
 # Gaussian weights have .094-.096 in 4 bits under max calibration, .026 in FP8.
 _RELATIVE_ERROR = 0.15

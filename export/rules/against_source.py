@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from export.config_files import CONFIG
-from export.findings import Finding, error, warning
 from export.folder import Folder
+from export.layouts.config_files import CONFIG
+from export.rules.findings import Finding, error, warning
 from export.skeleton import model_config
 from qad.errors import SourceError
-from qad.loader import load_tokenizer
-from qad.source import Checkpoint
+from qad.model.loader import load_tokenizer
+from qad.model.source import Checkpoint
 
 # Written by the library that saves, or about how rather than what is computed.
 _OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}

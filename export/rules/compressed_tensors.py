@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from export.compressed_tensors import MIXED_FORMAT, format_name, numbers
-from export.config_files import CONFIG, NESTED
-from export.exclude import compressed_tensors_quantizes
-from export.findings import Finding, error
 from export.folder import Folder
-from qad.formats import FP8, NVFP4
+from export.layouts.compressed_tensors import MIXED_FORMAT, format_name, numbers
+from export.layouts.config_files import CONFIG, NESTED
+from export.layouts.exclude import compressed_tensors_quantizes
+from export.rules.findings import Finding, error
+from qad.numerics.formats import FP8, NVFP4
 from qad.untrusted import mapping, names
 
 _AGAIN = "`qad check --fix` writes it anew, or export the arm again"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from export.exclude import (
+from export.folder import Folder
+from export.layouts.exclude import (
     TrtllmFormats,
     compressed_tensors_quantizes,
     matches_any,
@@ -16,10 +17,9 @@ from export.exclude import (
     vllm_excludes,
     vllm_format,
 )
-from export.findings import Finding, error, warning
-from export.folder import Folder
-from export.layout import COMPRESSED_TENSORS, SCALES
-from qad.formats import MIXED
+from export.layouts.layout import COMPRESSED_TENSORS, SCALES
+from export.rules.findings import Finding, error, warning
+from qad.numerics.formats import MIXED
 
 _AGAIN = "export the arm again"
 

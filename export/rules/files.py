@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from export.config_files import INDEX
-from export.findings import Finding, error, warning
 from export.folder import FLOATING, Folder, read_json
+from export.layouts.config_files import INDEX
+from export.rules.findings import Finding, error, warning
 from export.rules.tensors import missing_siblings
 from qad.untrusted import mapping
 

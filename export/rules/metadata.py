@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from export.exclude import compressed_tensors_quantizes
-from export.findings import Finding, error, warning
 from export.folder import Folder
-from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
+from export.layouts.exclude import compressed_tensors_quantizes
+from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
-from qad.formats import FORMATS, FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, quantizes_activations
+from export.rules.findings import Finding, error, warning
+from qad.numerics.formats import FORMATS, FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, quantizes_activations
 from qad.untrusted import mapping, names
 
 CHECKED = (*FORMATS, MIXED)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from export.findings import Finding, error, warning
 from export.folder import Folder
-from export.layout import LAYOUTS
-from qad.finite import amax
-from qad.formats import FP8, NVFP4, W4A16_NVFP4
-from qad.fusion import scale_groups, siblings_of
-from qad.nvfp4 import E2M1_MAX, E4M3_MAX
+from export.layouts.layout import LAYOUTS
+from export.rules.findings import Finding, error, warning
+from qad.model.families import scale_groups, siblings_of
+from qad.numerics.finite import amax
+from qad.numerics.formats import FP8, NVFP4, W4A16_NVFP4
+from qad.numerics.nvfp4 import E2M1_MAX, E4M3_MAX
 
 _AGAIN = "export the arm again"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")

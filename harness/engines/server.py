@@ -23,7 +23,7 @@ from harness.engines import trtllm, vllm
 from harness.engines.environment import engine_python
 from harness.engines.process import ServerProcess
 from harness.engines.tree_memory import tree_memory
-from harness.records import Engine, EngineMemory
+from harness.records.record import Engine, EngineMemory
 from qad.errors import EngineError, UsageError
 
 HOST = "127.0.0.1"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.declared import algorithm_of
-from harness.records import Engine
+from harness.records.record import Engine
 from qad.errors import UsageError
-from qad.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
-from qad.source import open_checkpoint
+from qad.model.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
+from qad.model.source import open_checkpoint
 
 FILES = Engine(name="files", version="", dtype="", device="", kernel_path="safetensors headers", emulated=False)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.engines.declared import quantized_algorithm
-from harness.records import Engine, EngineMemory
+from harness.records.record import Engine, EngineMemory
 from qad.errors import UsageError
 
 NAME = "trtllm"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.engines import prometheus
 from harness.engines.declared import quantized_algorithm
-from harness.records import Engine, EngineMemory
+from harness.records.record import Engine, EngineMemory
 
 NAME = "vllm"
 GIB = 2**30

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.serving.measured import Cell, Gaps, Repeat, Request, ServingData
+from harness.records.serving import Cell, Gaps, Repeat, Request, ServingData
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from qad.errors import DataError, UsageError
 

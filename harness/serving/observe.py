@@ -1,4 +1,4 @@
-"""What the tap recorded -> requests and repeats of a serving record, by the definitions of `harness.serving.measured`.
+"""What the tap recorded -> requests and repeats of a serving record, by the definitions of `harness.records.serving`.
 
 A chunk bears a token where it has text (content, reasoning, a tool call), token ids, or raises the server's running
 token count; a chunk that only names the role, or is empty, does not. Where the server tells its running count, a
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness.serving.measured import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
+from harness.records.serving import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-from harness.records import Record
-from harness.serving.measured import Cell, ServingData
+from harness.records.record import Record
+from harness.records.serving import Cell, ServingData
 from harness.serving.statistics import summarize
 
 Shape = tuple[int | None, int | None]  # input, output tokens

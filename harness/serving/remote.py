@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.records import Engine
+from harness.records.record import Engine
 from qad.errors import UsageError
 from qad.untrusted import mapping
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from harness.serving.measured import Cell, Repeat, Request
+from harness.records.serving import Cell, Repeat, Request
 
 FAILURE_LIMIT = 0.01  # share of failed requests above which a run says nothing of the server's speed
 LENGTH_TOLERANCE = 0.05

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.records import Engine
+from harness.records.record import Engine
+from harness.records.serving import Cell, Overhead, Repeat, ServingData
 from harness.serving.drivers import Driver, Load
 from harness.serving.energy import EnergyMeter
-from harness.serving.measured import Cell, Overhead, Repeat, ServingData
 from harness.serving.mock_server import MODEL
 from harness.serving.observe import CountTokens, observe, repeat
 from harness.serving.prompts import random_prompts
@@ -87,7 +87,7 @@ def measure_serving(
     """
     check_plan(plan)
     if tokenizer is None:
-        from qad.loader import load_tokenizer
+        from qad.model.loader import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_folder)
 

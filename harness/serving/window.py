@@ -13,7 +13,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from harness.serving.measured import Window
+from harness.records.serving import Window
 
 Span = tuple[float, float]  # start, end, s
 TokenEvent = tuple[float, float]  # time s, tokens

@@ -1,1 +1,1 @@
-"""Recipes shipped with the tool: complete YAML files, usable by name (`qad run smollm2-135m`)."""
+"""What was asked: recipes, those shipped with the tool as YAML, and the job that one resolves into."""

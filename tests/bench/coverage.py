@@ -17,8 +17,8 @@ from scipy.special import ndtri
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from test_coverage import draw, truth
 
-from harness import intervals, medians, paired_tests, resampling
-from harness.intervals import Floats, Interval, Ints
+from harness.statistics import intervals, medians, paired_tests, resampling
+from harness.statistics.intervals import Floats, Interval, Ints
 
 SUITE = np.array([0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012])
 MARGIN = 0.05

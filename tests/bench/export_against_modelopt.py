@@ -55,15 +55,15 @@ def ours(model: Path, format: str, root: Path) -> tuple[float, float, float]:
 
     from export.check import check
     from export.writer import export_arm
-    from qad.arm import write_arm
+    from qad.arms.arm import write_arm
+    from qad.arms.selection import select
     from qad.artifact import run_stage
-    from qad.calibrate import Calibration, calibrate
-    from qad.loader import load_skeleton
-    from qad.packing import Windows
-    from qad.selection import select
-    from qad.source import open_checkpoint
-    from qad.stages import require_finite
-    from qad.streamed import streamed_model
+    from qad.model.loader import load_skeleton
+    from qad.model.source import open_checkpoint
+    from qad.model.streamed import streamed_model
+    from qad.text.packing import Windows
+    from qad.training.calibrate import Calibration, calibrate
+    from qad.training.stages import require_finite
 
     imported, started = peak(), time.perf_counter()
     source = open_checkpoint(model)

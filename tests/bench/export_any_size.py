@@ -29,11 +29,11 @@ from safetensors.torch import save_file
 
 import export.writer as writer
 from export.check import check
-from qad.arm import DYNAMIC, KIND, Arm, write_arm
+from qad.arms.arm import DYNAMIC, KIND, Arm, write_arm
+from qad.arms.selection import Selection
 from qad.artifact import run_stage
-from qad.selection import Selection
-from qad.source import Checkpoint, TensorInfo
-from qad.stages import require_finite
+from qad.model.source import Checkpoint, TensorInfo
+from qad.training.stages import require_finite
 
 HIDDEN, INTERMEDIATE, KV, VOCABULARY = 4096, 14336, 1024, 32768
 LINEARS = {

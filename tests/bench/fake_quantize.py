@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from qad import nvfp4
-from qad.compiled import compilation
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
 
 
 def median_seconds(function: Callable[[], object], repeats: int = 7) -> float:

@@ -29,15 +29,16 @@ os.environ.setdefault("QAD_COMPILE", "0")  # models too small to be worth a comp
 import torch
 from gpu_check.tiny_teacher import Size, domains, train_teacher
 
-from qad.arm import Arm, open_arm
-from qad.config import parse_recipe
-from qad.data_config import Data
-from qad.loader import default_device, load_model
-from qad.objective import Objective
-from qad.packing import Windows, pack
-from qad.sources import Need, Reader
-from qad.stages import Job, prepare, ptq_arm, trained_arm
-from qad.student import Student
+from qad.arms.arm import Arm, open_arm
+from qad.model.loader import default_device, load_model
+from qad.recipes.job import Job, prepare
+from qad.recipes.recipe import parse_recipe
+from qad.text.data import Data
+from qad.text.packing import Windows, pack
+from qad.text.sources import Need, Reader
+from qad.training.objective import Objective
+from qad.training.stages import ptq_arm, trained_arm
+from qad.training.student import Student
 
 SMALL, LARGE = Size(512, 96, 2, 4, 256), Size(512, 160, 3, 4, 448)
 SEQ_LEN, BATCH = 64, 8

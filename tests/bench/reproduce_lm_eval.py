@@ -56,7 +56,7 @@ def main() -> int:
             subprocess.run(command, check=True, cwd=folder)
         differing += compare(arm, ours, plain)
     if not differing:
-        from qad.pipeline import report_run
+        from qad.command.run import report_run
 
         print(f"report: {report_run(args.out, print)}")
     return 1 if differing else 0
@@ -67,8 +67,8 @@ def measure(model: Path, arm: str, tasks: Path, limit: int, out: Path) -> None:
     from scored import score_tasks
 
     from harness.engines.transformers import load
-    from qad.recording import folder_identity, write_record
-    from qad.source import open_checkpoint
+    from harness.measure.stamp import folder_identity, write_record
+    from qad.model.source import open_checkpoint
 
     started, source = time.monotonic(), open_checkpoint(model, allow_quantized=True)
     loaded = load(model, "float32", "cpu")
@@ -104,7 +104,7 @@ def plain_lm_eval(model: str, tasks: Path, limit: int, out: Path) -> None:
 
 def compare(arm: str, ours: Path, plain: Path) -> int:
     """Number of scores that are not exactly the same; prints one line a task."""
-    from harness import records
+    from harness.records import record as records
 
     data: Any = records.read(ours).data
     other = json.loads(plain.read_text())

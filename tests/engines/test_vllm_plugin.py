@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.vllm_cpu import plugin
+from harness.engines.vllm_cpu import emulated, plugin
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,10 +179,10 @@ def test_a_series_is_what_is_tested(version: str, expected: bool) -> None:
 
 
 def test_the_log_says_once_that_numbers_are_emulated(caplog: pytest.LogCaptureFixture) -> None:
-    plugin.say_emulated.cache_clear()
+    emulated.say_emulated.cache_clear()
     with caplog.at_level(logging.WARNING):
-        plugin.say_emulated(torch.float32)
-        plugin.say_emulated(torch.float32)
+        emulated.say_emulated(torch.float32)
+        emulated.say_emulated(torch.float32)
     (record,) = caplog.records
     assert record.name.startswith("vllm.")
     assert "emulated" in record.getMessage()

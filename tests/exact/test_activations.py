@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from qad import nvfp4
-from qad.compiled import compilation
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
 
 exact = pytest.mark.exact
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from export.check import check
 from export.convert import convert
-from export.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
-from qad.arm import quantize_group
-from qad.loader import load_skeleton
-from qad.selection import select
-from qad.source import open_checkpoint
+from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
+from qad.arms.selection import select
+from qad.model.loader import load_skeleton
+from qad.model.source import open_checkpoint
+from qad.numerics.groups import quantize_group
 
 pytestmark = [
     pytest.mark.exact,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from weight_cases import make_weight, needs_compiler
 
-from qad import fp8
-from qad.compiled import compilation
+from qad.numerics import fp8
+from qad.numerics.compiled import compilation
 
 pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 

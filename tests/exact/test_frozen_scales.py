@@ -6,9 +6,9 @@ import pytest
 import torch
 from weight_cases import BITS, ONE, make_weight, needs_compiler
 
-from qad import nvfp4
-from qad.compiled import compilation
-from qad.scale_search import STRATEGIES, search_scales
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
+from qad.numerics.scale_search import STRATEGIES, search_scales
 
 pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 
 from export.check import check
 from export.writer import export_arm
-from qad.arm import write_arm
+from qad.arms.arm import write_arm
+from qad.arms.selection import select
 from qad.artifact import run_stage
-from qad.calibrate import calibrate
-from qad.loader import load_model, load_skeleton
-from qad.packing import Windows
-from qad.selection import select
-from qad.source import open_checkpoint
+from qad.model.loader import load_model, load_skeleton
+from qad.model.source import open_checkpoint
+from qad.text.packing import Windows
+from qad.training.calibrate import calibrate
 
 pytestmark = [
     pytest.mark.exact,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from weight_cases import BITS, ONE, make_weight, needs_compiler, same_bits
 
-from qad import nvfp4
-from qad.compiled import compilation
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
 
 pytestmark = pytest.mark.exact
 

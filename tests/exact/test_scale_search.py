@@ -8,10 +8,10 @@ import pytest
 import torch
 from weight_cases import make_weight, needs_compiler
 
-from qad import nvfp4
-from qad.compiled import compilation
 from qad.errors import SourceError
-from qad.scale_search import STRATEGIES, search_scales
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
+from qad.numerics.scale_search import STRATEGIES, search_scales
 
 pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 
@@ -175,7 +175,7 @@ def test_the_compiled_search_finds_the_same_bytes(name: str, strategy: str) -> N
 def test_chunks_and_shapes_do_not_matter(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights("outliers")
     whole = search_scales({"m": weight}, strategy)["m"]
-    monkeypatch.setattr("qad.scale_search._CHUNK", 7)
+    monkeypatch.setattr("qad.numerics.scale_search._CHUNK", 7)
     parts = search_scales({"m": weight.view(4, 6, 96)}, strategy)["m"]
     assert parts.block_scale.shape == (4, 6, 6)
     assert torch.equal(whole.block_scale.view(torch.uint8), parts.block_scale.view(24, 6).view(torch.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qad.compiled import compiler_available
+from qad.numerics.compiled import compiler_available
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 ONE = torch.tensor(1.0)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from export.writer import export_arm
-from qad.arm import write_arm
+from qad.arms.arm import write_arm
+from qad.arms.selection import select
 from qad.artifact import run_stage
-from qad.calibrate import AmaxObserver, group_input_scales
-from qad.loader import load_model, load_skeleton
-from qad.selection import select
-from qad.source import open_checkpoint
+from qad.model.loader import load_model, load_skeleton
+from qad.model.source import open_checkpoint
+from qad.training.calibrate import AmaxObserver, group_input_scales
 
 
 def build_arm(source: Path, folder: Path, format: str = "NVFP4", **choice: Any) -> Path:

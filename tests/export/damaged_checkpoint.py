@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.layout import LAYOUTS, Layout
+from export.layouts.layout import LAYOUTS, Layout
 
 INDEX, CONFIG, NESTED = "model.safetensors.index.json", "config.json", "hf_quant_config.json"
 

@@ -10,7 +10,7 @@ import torch
 from damaged_checkpoint import NESTED, Checkpoint, Kind
 from tensor_corruptions import How
 
-from export.layout import MODELOPT
+from export.layouts.layout import MODELOPT
 
 
 def lose(leaf: str) -> Kind:

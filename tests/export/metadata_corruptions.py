@@ -6,7 +6,7 @@ import random
 
 from damaged_checkpoint import CONFIG, INDEX, NESTED, Checkpoint, Kind
 
-from export.layout import COMPRESSED_TENSORS, MODELOPT
+from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
 
 # --- metadata ---
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from damaged_checkpoint import NESTED, Checkpoint, Kind
 
-from export.layout import COMPRESSED_TENSORS, MODELOPT
+from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
 
 How = Callable[[torch.Tensor, random.Random], torch.Tensor]
 

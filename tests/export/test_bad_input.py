@@ -16,13 +16,13 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
-import export.safetensors_writer as safetensors_writer
-import qad.arm
-import qad.source
-import qad.stages
+import export.files.safetensors_writer as safetensors_writer
+import qad.arms.arm
+import qad.model.source
+import qad.training.stages
 from export.writer import export_arm
-from qad.cli import main
-from qad.source import Checkpoint
+from qad.command.cli import main
+from qad.model.source import Checkpoint
 
 BuildArm = Callable[..., Path]
 INDEX = "model.safetensors.index.json"
@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_or_read_only(
             patch.setattr(Path, "mkdir", fail)
         elif command == "ptq":
             reason = SafetensorError("Error while serializing: I/O error: cannot be written")  # type: ignore[assignment]
-            patch.setattr(qad.arm.Path, "write_text", lambda *a, **k: fail())
+            patch.setattr(qad.arms.arm.Path, "write_text", lambda *a, **k: fail())
         else:
             patch.setattr(safetensors_writer.os, "fsync", fail)
         assert main([*argv, "--out", str(tmp_path / "out")]) == 2
@@ -210,11 +210,11 @@ def test_ptq_for_weights_alone_loads_no_model_and_holds_one_tensor(
         most.append(len(held))
         return tensor
 
-    monkeypatch.setattr(qad.stages, "load_model", refuse)
+    monkeypatch.setattr(qad.training.stages, "load_model", refuse)
     monkeypatch.setattr(Checkpoint, "get", counted)
     before = digests(source)
     assert main(["ptq", str(write_recipe(tmp_path, source)), "--out", str(tmp_path / "arm")]) == 0
-    assert len(most) == len(qad.source.open_checkpoint(source).tensors)  # each read once
+    assert len(most) == len(qad.model.source.open_checkpoint(source).tensors)  # each read once
     assert max(most) <= 2  # the next one is mapped before the last one goes
     assert digests(source) == before
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from export.check import Finding, check, to_json
-from export.exclude import trtllm_excludes, vllm_excludes
 from export.folder import Folder
-from qad.cli import main
+from export.layouts.exclude import trtllm_excludes, vllm_excludes
+from qad.command.cli import main
 from qad.errors import UsageError
 
 Q, K, GATE, UP, DOWN = (

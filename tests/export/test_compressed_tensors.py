@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from export.check import check
-from export.layout import COMPRESSED_TENSORS, MODELOPT
+from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
 from export.writer import export_arm
-from qad import nvfp4
-from qad.arm import open_arm
-from qad.selection import Selection
+from qad.arms.arm import open_arm
+from qad.arms.selection import Selection
+from qad.numerics import nvfp4
 
 FORMATS = ["NVFP4", "W4A16_NVFP4"]
 Exports = tuple[Path, Path, Path]
@@ -222,7 +222,7 @@ def test_a_reciprocal_comes_back_within_one_ulp_and_then_stays(exponent: int) ->
 
 def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> None:
     from export.card import model_card, with_recovery
-    from export.safetensors_writer import Entry
+    from export.files.safetensors_writer import Entry
 
     opened, entries = open_arm(exports[0]), [Entry("a.weight", "BF16", (4, 4))]
     plain = model_card(opened, MODELOPT, entries)
@@ -234,7 +234,7 @@ def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> No
 
 
 def test_a_recipe_names_the_layout(tiny_llama_dir: Path) -> None:
-    from qad.config import load_recipe
+    from qad.recipes.recipe import load_recipe
 
     overrides: list[Any] = ["export.layout=compressed-tensors"]
     assert load_recipe("smollm2-135m", overrides).export.layout == "compressed-tensors"

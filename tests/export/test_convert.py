@@ -15,7 +15,7 @@ import export.convert as convert_module
 from export.check import check
 from export.convert import convert
 from export.writer import export_arm
-from qad.cli import main
+from qad.command.cli import main
 from qad.errors import BrokenCheckpointError, StorageError, UsageError
 
 LAYOUTS = ["modelopt", "compressed-tensors"]

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 
 import qad.hf  # noqa: F401
 from export.check import check
-from export.config_files import CONFIG, NESTED
 from export.convert import convert
+from export.layouts.config_files import CONFIG, NESTED
 from export.writer import export_arm
-from qad.arm import open_arm, write_arm
+from qad.arms.arm import open_arm, write_arm
+from qad.arms.selection import select
 from qad.artifact import run_stage
 from qad.errors import ArtifactError
-from qad.loader import load_model, load_skeleton
-from qad.selection import select
-from qad.source import open_checkpoint
-from qad.student import Student
+from qad.model.loader import load_model, load_skeleton
+from qad.model.source import open_checkpoint
+from qad.training.student import Student
 
 LAYOUTS = ["modelopt", "compressed-tensors"]
 MTP = {

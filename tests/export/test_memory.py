@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from export.writer import export_arm
-import qad.nvfp4
-qad.nvfp4._CHUNK = 1 << 12
+import qad.numerics.nvfp4
+qad.numerics.nvfp4._CHUNK = 1 << 12
 def peak():  # of this process alone: getrusage's would hold that of the one that started it
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

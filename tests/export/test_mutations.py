@@ -21,9 +21,9 @@ from silent_corruptions import SILENT_KINDS
 from tensor_corruptions import TENSOR_KINDS
 
 from export.check import check
-from export.config_files import write_config_files
-from export.layout import LAYOUTS, Layout
-from export.scheme import Scheme
+from export.layouts.config_files import write_config_files
+from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.scheme import Scheme
 from export.writer import export_arm
 from qad.errors import QadError
 

@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from tensor_corruptions import TENSOR_KINDS
 
 from export.check import check
-from export.layout import LAYOUTS
+from export.layouts.layout import LAYOUTS
 from export.repair import repair
 from export.writer import export_arm
-from qad import nvfp4
-from qad.arm import open_arm, quantize_group, write_arm
+from qad.arms.arm import open_arm, write_arm
 from qad.artifact import run_stage
-from qad.cli import main
+from qad.command.cli import main
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.numerics import nvfp4
+from qad.numerics.groups import quantize_group
 
 Valid = dict[str, tuple[Checkpoint, Path]]
 

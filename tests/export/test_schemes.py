@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from export.check import check
-from export.config_files import CONFIG, NESTED
 from export.convert import convert
-from export.exclude import TrtllmFormats, vllm_format
+from export.layouts.config_files import CONFIG, NESTED
+from export.layouts.exclude import TrtllmFormats, vllm_format
 from export.repair import repair
 from export.writer import export_arm
-from qad import fp8
-from qad.arm import open_arm
-from qad.selection import Selection
+from qad.arms.arm import open_arm
+from qad.arms.selection import Selection
+from qad.numerics import fp8
 
 LAYOUTS = ["modelopt", "compressed-tensors"]
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -23,15 +23,16 @@ from transformers import AutoModelForCausalLM
 import export.writer as writer
 import qad.hf  # noqa: F401  (registers the loader)
 from export.check import check
-from export.safetensors_writer import write_file
+from export.files.safetensors_writer import write_file
 from export.store import Entry
 from export.writer import export_arm
-from qad import nvfp4
-from qad.arm import open_arm, quantize_group, write_arm
+from qad.arms.arm import open_arm, write_arm
 from qad.artifact import run_stage
 from qad.errors import ArtifactError, SourceError, StorageError, UsageError
-from qad.loader import load_tokenizer
-from qad.source import open_checkpoint
+from qad.model.loader import load_tokenizer
+from qad.model.source import open_checkpoint
+from qad.numerics import nvfp4
+from qad.numerics.groups import quantize_group
 
 BuildArm = Callable[..., Path]
 
@@ -487,7 +488,7 @@ def test_only_hub_names_are_base_models_and_the_hubs_own_reader_agrees(
 def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     whole = quantize_group({"m": weight})["m"]
-    monkeypatch.setattr("qad.nvfp4._CHUNK", 28)
+    monkeypatch.setattr("qad.numerics.nvfp4._CHUNK", 28)
     parts = quantize_group({"m": weight})["m"]
     for field in ("packed", "block_scale", "global_scale"):
         a, b = (getattr(q, field).reshape(-1).view(torch.uint8) for q in (whole, parts))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.accuracy.task_files import Places
 from harness.engines.transformers import LoadedModel, load
-from harness.task_files import Places
-from qad import nvfp4
+from qad.numerics import nvfp4
 
 Tensors = dict[str, tuple[str, list[int], int]]  # name -> dtype, shape, bytes
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy import measure_suite
-from harness.backends import InMemory
-from harness.records import AccuracyData
-from harness.samples import Sample
-from harness.suite import of_tasks
-from harness.task_files import Places
+from harness.accuracy.in_memory import InMemory
+from harness.accuracy.samples import Sample
+from harness.accuracy.scores import measure_suite
+from harness.accuracy.suite import of_tasks
+from harness.accuracy.task_files import Places
+from harness.records.record import AccuracyData
 
 
 def score_tasks(
@@ -34,7 +34,7 @@ def score_tasks(
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What `harness.samples.write_samples` wrote."""
+    """What `harness.accuracy.samples.write_samples` wrote."""
     import pyarrow.parquet as pq
 
     return [Sample(**row) for row in pq.read_table(path).to_pylist()]

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from qad.artifact import open_artifact
-from qad.cli import main
+from qad.command.cli import main
 
 pytestmark = pytest.mark.pipeline
 
@@ -257,7 +257,7 @@ def test_a_noise_floor_joins_a_finished_run(
 
 def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "QAD_COMPILE": "0", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "qad.cli", "run", str(recipe), "--out", str(run)]
+    command = [sys.executable, "-m", "qad", "run", str(recipe), "--out", str(run)]
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         # A background shell hands down an ignored SIGINT.

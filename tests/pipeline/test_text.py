@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qad.cli import main
+from qad.command.cli import main
 
 pytestmark = pytest.mark.pipeline
 

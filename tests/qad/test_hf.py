@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 import qad.hf
 from export.writer import export_arm
-from qad import nvfp4
-from qad.arm import Arm, open_arm, write_arm
+from qad.arms.arm import Arm, open_arm, write_arm
+from qad.arms.selection import select
 from qad.artifact import run_stage
-from qad.calibrate import AmaxObserver, group_input_scales
-from qad.linear import QuantizedLinear
-from qad.loader import DTYPES, load_model, load_skeleton, load_tokenizer
-from qad.scale_search import search_scales
-from qad.selection import select
-from qad.source import Checkpoint, open_checkpoint
-from qad.student import Student
+from qad.model.loader import DTYPES, load_model, load_skeleton, load_tokenizer
+from qad.model.source import Checkpoint, open_checkpoint
+from qad.numerics import nvfp4
+from qad.numerics.linear import QuantizedLinear
+from qad.numerics.scale_search import search_scales
+from qad.training.calibrate import AmaxObserver, group_input_scales
+from qad.training.student import Student
 
 CASES = [("NVFP4", "dynamic"), ("W4A16_NVFP4", "dynamic"), ("NVFP4", "mse"), ("W4A16_NVFP4", "four_over_six")]
 

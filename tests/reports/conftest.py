@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import records as record_files
-from harness.records import (
+from harness.records import record as record_files
+from harness.records.record import (
     AccuracyData,
     Data,
     Engine,
@@ -210,4 +210,6 @@ def drawn() -> None:
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("reports.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')
+        monkeypatch.setattr(
+            "reports.figures.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>'
+        )

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from harness.records import CacheCost, EngineMemory, MemoryData, Record, SequenceMemory
-from reports import capacity, tables
+from harness.records.record import CacheCost, EngineMemory, MemoryData, Record, SequenceMemory
 from reports.load import Run
-from reports.origin import provenance
 from reports.parts import Row, Table
+from reports.sections import capacity, tables
+from reports.sections.origin import provenance
 
 ARMS = ["bf16", "ptq"]
 BF16 = EngineMemory(

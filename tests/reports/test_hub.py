@@ -8,8 +8,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from export.card import name_of, with_recovery
-from harness.records import AccuracyData, Record
-from harness.recovery import compare
+from harness.compare.recovery import compare
+from harness.records.record import AccuracyData, Record
 from reports.hub import model_index
 
 CARD = "---\nmodel_name: Tiny, NVFP4 (QAD)\ntags:\n- nvfp4-qad\n---\n\n# Tiny\n"

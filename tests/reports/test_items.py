@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.records import AccuracyData, Item, Record, TaskScore
-from harness.recovery import compare
-from reports import items
+from harness.compare.recovery import compare
+from harness.records.record import AccuracyData, Item, Record, TaskScore
 from reports.render import render
+from reports.sections import items
 
 Make = Callable[..., Record]
 Keep = Callable[..., None]

@@ -6,9 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from harness.records import Record
-from reports import details
+from harness.records.record import Record
 from reports.load import SplitText, load_records, load_run
+from reports.sections import details
 
 
 def test_a_whole_run(run: Path, records: list[Record]) -> None:

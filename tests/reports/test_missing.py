@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.records import EngineMemory, FidelityData, LayerDistance, MemoryData, Record
-from harness.recovery import compare
+from harness.compare.recovery import compare
+from harness.records.record import EngineMemory, FidelityData, LayerDistance, MemoryData, Record
 from reports.load import load_run
-from reports.missing import not_measured
 from reports.render import render
+from reports.sections.missing import not_measured
 
 OF_EVERY_RUN_WITHOUT_AN_ENGINE = {
     "Questions and answers of BF16", "Questions and answers of PTQ", "Questions and answers of QAD",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.comparison import Estimate
+from harness.records.comparison import Estimate
 from reports.numbers import (
     clean,
     gigabytes,

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from harness.records import Engine, ParityData, ParityLayer, ParityPrompt, Record
-from harness.recovery import compare
-from reports.parity import parity, parity_of
+from harness.compare.recovery import compare
+from harness.records.record import Engine, ParityData, ParityLayer, ParityPrompt, Record
 from reports.render import render
+from reports.sections.engine_parity import parity, parity_of
 
 PROMPTS = [
     ParityPrompt(5, 16, 2e-4, 16, 1e-6, None, 1e-5),

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from harness.comparison import Band, NoiseFloor
-from harness.gate import judge
-from harness.policy import DEFAULT, load_policy
-from harness.records import AccuracyData, FidelityData, Record, ThroughputData
-from harness.recovery import compare
-from reports.figures import noise_bands
+from harness.compare.gate import judge
+from harness.compare.policy import DEFAULT, load_policy
+from harness.compare.recovery import compare
+from harness.records.comparison import Band, NoiseFloor
+from harness.records.record import AccuracyData, FidelityData, Record, ThroughputData
+from reports.figures.charts import noise_bands
 from reports.render import render
-from reports.tables import summary, summary_text
+from reports.sections.tables import summary, summary_text
 
 HOSTILE = (
     '<script>alert(1)</script> "\'>&amp; $x^2$ \u202egnp\u202c \x00\x07\ud800 | `a` ]]> --> id="q" #010101 *b* _c_ '
@@ -105,15 +105,15 @@ def test_reports_import_records_and_comparison_only() -> None:
     """No torch, and of our own packages nothing but the records, what sums them up, the comparison's types, and how JSON is
     read."""
     code = (
-        "import sys, reports.render, reports.load, reports.tables\n"
+        "import sys, reports.render, reports.load, reports.sections.tables\n"
         "print(*sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'qad', 'export', 'harness',"
         " 'numpy.random.torch', 'scipy', 'lm_eval')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "harness", "harness.comparison", "harness.fidelity_data", "harness.parity_data", "harness.rebuild", "harness.records",
-        "harness.serving",
-        "harness.serving.measured", "harness.serving.pareto", "harness.serving.statistics", "harness.verdict",
+        "harness", "harness.records", "harness.records.comparison", "harness.records.fidelity", "harness.records.parity",
+        "harness.records.rebuild", "harness.records.record", "harness.records.serving", "harness.records.verdict",
+        "harness.serving", "harness.serving.pareto", "harness.serving.statistics",
         "qad", "qad.untrusted",
     ]  # fmt: skip
 

@@ -11,11 +11,11 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from harness.records import AccuracyData, Record
-from harness.recovery import compare
-from reports import items
+from harness.compare.recovery import compare
+from harness.records.record import AccuracyData, Record
 from reports.load import load_run
 from reports.rows import table_files
+from reports.sections import items
 
 NAMES = ["estimates", "items", "memory", "parity", "throughput", "training"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness.gate import judge
-from harness.policy import DEFAULT, load_policy
-from harness.records import MemoryData, Record
-from harness.recovery import compare
+from harness.compare.gate import judge
+from harness.compare.policy import DEFAULT, load_policy
+from harness.compare.recovery import compare
+from harness.records.record import MemoryData, Record
 from reports import schema
 from reports.render import render
 

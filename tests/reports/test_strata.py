@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.comparison import Comparison, Estimate, OutputRow
-from harness.records import Record
-from harness.recovery import compare
-from reports import strata
+from harness.compare.recovery import compare
+from harness.records.comparison import Comparison, Estimate, OutputRow
+from harness.records.record import Record
 from reports.render import render
+from reports.sections import strata
 
 
 def estimate(value: float) -> Estimate:

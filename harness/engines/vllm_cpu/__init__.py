@@ -5,8 +5,9 @@ vLLM has no NVFP4 kernel for CPUs and refuses such a checkpoint. `plugin.registe
 
     linear.py    the dense kernel, W4A4 and W4A16, of ModelOpt's and of compressed-tensors' layout
     experts.py   the experts of a mixture, likewise
+    emulated.py  what the log says of it
     plugin.py    when it applies, and what it registers
 
-Weights are decoded once, when they are loaded; activations go through `qad.nvfp4`, whose bits are those of vLLM's own
+Weights are decoded once, when they are loaded; activations go through `qad.numerics.nvfp4`, whose bits are those of vLLM's own
 reference (tests/exact). Nothing here is imported off vLLM; on a GPU nothing is changed.
 """

@@ -23,10 +23,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from harness.engines.vllm_cpu.emulated import say_emulated
 from harness.engines.vllm_cpu.linear import multiplied_dtype, quantize_activation, quantize_activation_fp8
-from harness.engines.vllm_cpu.plugin import say_emulated
-from qad import fp8
-from qad.nvfp4 import E4M3_MAX, QuantizedTensor, dequantize
+from qad.numerics import fp8
+from qad.numerics.nvfp4 import E4M3_MAX, QuantizedTensor, dequantize
 
 _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
 

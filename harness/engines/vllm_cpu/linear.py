@@ -23,11 +23,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from harness.engines.vllm_cpu.plugin import say_emulated
-from qad import fp8
-from qad.compiled import compiled_for
-from qad.nvfp4 import QuantizedTensor, as_blocks, dequantize, fake_quantize_activation_blocks
-from qad.widened import multiplies_bfloat16
+from harness.engines.vllm_cpu.emulated import say_emulated
+from qad.numerics import fp8
+from qad.numerics.compiled import compiled_for
+from qad.numerics.nvfp4 import QuantizedTensor, as_blocks, dequantize, fake_quantize_activation_blocks
+from qad.numerics.widened import multiplies_bfloat16
 
 _PACKED = ("weight_scale", "weight_global_scale", "alpha")
 _SERIAL = 1 << 17  # elements of an activation: below it the GEMM that follows takes many times as long on any machine

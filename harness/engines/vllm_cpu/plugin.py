@@ -5,16 +5,12 @@ vLLM calls `register` in each of its processes, and may do so more than once. No
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
+from harness.engines.vllm_cpu.emulated import LOGGER
+
 SUPPORTED = ("0.32",)  # series of vLLM this was written against and is tested with
-EMULATED = (
-    "NVFP4 is emulated on this CPU (FP8 as well): its values, not its speed or memory. Weights are decoded once, to %s."
-)
-_LOGGER = logging.getLogger("vllm.qad_nvfp4")  # below vLLM's own, whose handlers print it
 
 
 def register() -> None:
@@ -27,7 +23,7 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
     if not supported(_version()):
-        _LOGGER.warning(
+        LOGGER.warning(
             "NVFP4 on CPUs is tested with vLLM %s and this is %s: not registered, NVFP4 checkpoints will be refused",
             ", ".join(f"{series}.x" for series in SUPPORTED), _version(),
         )  # fmt: skip
@@ -40,12 +36,6 @@ def register() -> None:
 def supported(version: str) -> bool:
     """True for a release, candidate or local build of a series in SUPPORTED."""
     return any(version == series or version.startswith(f"{series}.") for series in SUPPORTED)
-
-
-@functools.cache
-def say_emulated(dtype: object) -> None:
-    """Once a process, in vLLM's log."""
-    _LOGGER.warning(EMULATED, str(dtype).removeprefix("torch."))
 
 
 def _version() -> str:

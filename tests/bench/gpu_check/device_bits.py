@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qad import nvfp4
-from qad.compiled import compilation, compiler_available
 from qad.errors import QadError
-from qad.scale_search import STRATEGIES, search_scales
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation, compiler_available
+from qad.numerics.scale_search import STRATEGIES, search_scales
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

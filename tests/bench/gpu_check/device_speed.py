@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from qad import nvfp4
-from qad.compiled import compilation
+from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
 
 
 @dataclasses.dataclass(frozen=True)

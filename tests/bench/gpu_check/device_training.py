@@ -20,11 +20,12 @@ import torch
 from step_cost import step_ratios
 from tiny_teacher import Size, domains, new_llama, train_teacher
 
-from qad.arm import open_arm
-from qad.compiled import compilation
-from qad.config import parse_recipe
-from qad.loader import DTYPES, load_model
-from qad.stages import Job, prepare, ptq_arm, trained_arm
+from qad.arms.arm import open_arm
+from qad.model.loader import DTYPES, load_model
+from qad.numerics.compiled import compilation
+from qad.recipes.job import Job, prepare
+from qad.recipes.recipe import parse_recipe
+from qad.training.stages import ptq_arm, trained_arm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
 
     import qad.hf  # noqa: F401 (opens the exported folder)
     from export.writer import export_arm
-    from qad.student import Student
+    from qad.training.student import Student
 
     export_arm(arm, out)
     student = Student(open_arm(arm), load_model(job.source, job.dtype, job.device)).model

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from qad.arm import open_arm
-from qad.compiled import compilation
-from qad.loader import load_model
-from qad.objective import Objective
-from qad.optim import make_optimizer
-from qad.stages import Job
-from qad.student import Student
+from qad.arms.arm import open_arm
+from qad.model.loader import load_model
+from qad.numerics.compiled import compilation
+from qad.recipes.job import Job
+from qad.training.objective import Objective
+from qad.training.optim import make_optimizer
+from qad.training.student import Student
 
 
 class Stepper:

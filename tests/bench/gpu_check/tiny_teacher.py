@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qad.text import Document, split_of
+from qad.text.documents import Document, split_of
 
 EOS = "<|endoftext|>"
 _MINIMUM = 200  # characters of a text

@@ -10,7 +10,7 @@ import pytest
 
 from harness.engines import trtllm, vllm
 from harness.engines.prometheus import samples
-from harness.records import EngineMemory
+from harness.records.record import EngineMemory
 from qad.errors import UsageError
 
 ReadLog = Callable[[str], str]

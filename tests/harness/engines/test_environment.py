@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import records
 from harness.engines.available import best_engine, served
 from harness.engines.environment import engine_python, installed
-from harness.records import MemoryData
-from qad.cli import main
+from harness.records import record as records
+from harness.records.record import MemoryData
+from qad.command.cli import main
 from qad.errors import EngineError, UsageError
 
 Executable = Callable[[str, str], Path]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from harness.engines.trtllm_bench import run_bench
-from harness.records import read
-from harness.serving.measured import ServingData
+from harness.records.record import read
+from harness.records.serving import ServingData
 from harness.serving.statistics import summarize
-from qad.cli import main
+from qad.command.cli import main
 from qad.errors import EngineError, UsageError
 
 FAKE = Path(__file__).with_name("fake_trtllm_bench.py")

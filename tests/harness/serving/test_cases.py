@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from harness.records.serving import ESTIMATE, SERVER_USAGE, Cell, Repeat, Request
 from harness.serving.drivers import Load
-from harness.serving.measured import ESTIMATE, SERVER_USAGE, Cell, Repeat, Request
 from harness.serving.mock_server import BREAK, chunk, mock_server
 from harness.serving.observe import observe, repeat
 from harness.serving.statistics import goodput, quantile, summarize

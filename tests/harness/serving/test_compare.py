@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from harness.comparison import from_json, to_json
-from harness.records import Engine, Record
-from harness.recovery import compare
-from harness.serving.measured import SERVER_USAGE, Cell, Overhead, Repeat, Request, ServingData, Window
+from harness.compare.recovery import compare
+from harness.records.comparison import from_json, to_json
+from harness.records.record import Engine, Record
+from harness.records.serving import SERVER_USAGE, Cell, Overhead, Repeat, Request, ServingData, Window
 from harness.serving.pareto import pareto
-from qad.comparing import compare_arms
-from reports.serving import pareto_figure, serving_notes, serving_table
+from qad.command.compare import compare_arms
+from reports.figures.pareto import pareto_figure
+from reports.sections.serving import serving_notes, serving_table
 
 ENGINE = Engine("vllm", "0.32", "bfloat16", "cpu", "Emulation kernel", True)
 
@@ -130,7 +131,7 @@ def test_the_report_shows_kernels_lengths_failures_and_the_cost_of_the_client(tm
 
 
 def test_compare_writes_and_prints_it(tmp_path: Path) -> None:
-    from harness.records import write
+    from harness.records.record import write
 
     for arm, speeds in (("bf16", [1.0, 1.1, 0.9]), ("ptq", [2.0, 2.2, 1.8])):
         write(record(arm, speeds), tmp_path / arm / "serving.json")

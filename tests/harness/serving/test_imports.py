@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.imported import read_imported
+from harness.imported.scores import read_imported
+from harness.records.serving import Repeat, ServingData
 from harness.serving.imports import import_results, recognize
-from harness.serving.measured import Repeat, ServingData
 from harness.serving.statistics import summarize
-from qad.cli import main
+from qad.command.cli import main
 from qad.errors import DataError
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -116,7 +116,7 @@ def test_a_file_without_single_requests_gives_its_printed_statistics(tmp_path: P
 
 
 def summarize_one(repeat: Repeat) -> Any:
-    from harness.serving.measured import Cell
+    from harness.records.serving import Cell
 
     return summarize(Cell(None, None, None, [repeat]))
 
@@ -148,7 +148,7 @@ def test_another_tools_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_import_writes_a_record_and_says_where_it_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from harness.records import read
+    from harness.records.record import read
 
     source = written(tmp_path, sglang())
     code = main(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from harness.records import Engine, from_json, to_json
+from harness.records.record import Engine, from_json, to_json
+from harness.records.serving import Cell, Overhead, ServingData
 from harness.serving import sweep
 from harness.serving.drivers import Load
-from harness.serving.measured import Cell, Overhead, ServingData
 from harness.serving.mock_server import MockServer, Script, at_once, mock_server, tokens
 from harness.serving.observe import observe, repeat
 from harness.serving.statistics import summarize
@@ -182,7 +182,7 @@ def test_answers_that_are_too_short_are_counted(tiny_driver: Any, words: Any) ->
 
 
 def test_the_record_survives_json(tiny_driver: Any, words: Any) -> None:
-    from harness.records import Record
+    from harness.records.record import Record
 
     data = measure(Arms(), Plan([2], [6], [4], 2, 4), tiny_driver, words)["bf16"]
     record = Record("bf16", "m", "c", ENGINE, {}, {}, "now", 1.0, data)

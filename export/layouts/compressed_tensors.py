@@ -1,0 +1,69 @@
+"""Metadata of the compressed-tensors layout: one place, quantization_config of config.json.
+
+format  nvfp4-pack-quantized for 4 bits, float-quantized for FP8; of a checkpoint with both, mixed-precision, and each group
+        says its own
+targets `Linear` where everything has one format; names where not, and for an output head, which is no Linear to vLLM
+
+The library's data classes refuse unknown keys inside a config group, so there is no room for a producer block. A key
+that is left out has the library's default, which is 8-bit integers: all of them are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from export.layouts.layout import COMPRESSED_TENSORS
+from export.layouts.scheme import Scheme
+from qad.numerics.formats import FP8, MIXED, quantizes_activations
+from qad.numerics.nvfp4 import BLOCK_SIZE
+
+FORMAT, FP8_FORMAT, MIXED_FORMAT = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
+_FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK_SIZE, "symmetric": True}
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def format_name(algorithm: str) -> str:
+    """What the library calls the format of one of qad.numerics.formats, or of a mixed checkpoint."""
+    return {FP8: FP8_FORMAT, MIXED: MIXED_FORMAT}.get(algorithm, FORMAT)
+
+
+def numbers(format: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """`weights` and `input_activations` of a config group; None: inputs are left alone.
+
+    dynamic: false for weights and FP8; "local" for NVFP4 activations: the global scale is stored, block scales are made on
+    the fly.
+    """
+    if format == FP8:
+        return dict(_EIGHT_BITS), dict(_EIGHT_BITS)
+    inputs = {**_FOUR_BITS, "dynamic": "local"} if quantizes_activations(format) else None
+    return {**_FOUR_BITS, "dynamic": False}, inputs
+
+
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """`quantization_config` of config.json."""
+    heads = [module for module in scheme.layers if module.rpartition(".")[2] == "lm_head"]
+    groups = {scheme.algorithm: ["Linear", *heads]}
+    if scheme.algorithm == MIXED:
+        groups = {format: sorted(modules) for format, modules in scheme.by_format.items()}
+    formats = {format_name(format) for format in groups}
+    return {
+        "config_groups": {
+            f"group_{number}": _group(format, targets) for number, (format, targets) in enumerate(groups.items())
+        },
+        "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
+        "ignore": list(scheme.excluded),
+        "kv_cache_scheme": dict(_EIGHT_BITS) if scheme.kv_cache else None,
+        "quant_method": COMPRESSED_TENSORS.name,
+        "quantization_status": "compressed",
+    }
+
+
+def _group(format: str, targets: list[str]) -> dict[str, Any]:
+    weights, inputs = numbers(format)
+    return {
+        "format": format_name(format),
+        "input_activations": inputs,
+        "output_activations": None,
+        "targets": targets,
+        "weights": weights,
+    }

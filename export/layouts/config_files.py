@@ -1,0 +1,45 @@
+"""The JSON files of a checkpoint: config.json with its quantization block, and hf_quant_config.json where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from export.layouts import compressed_tensors, modelopt
+from export.layouts.layout import COMPRESSED_TENSORS, Layout
+from export.layouts.scheme import Scheme
+
+CONFIG = "config.json"
+NESTED = "hf_quant_config.json"
+INDEX = "model.safetensors.index.json"
+
+
+def quantization_blocks(layout: Layout, scheme: Scheme) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """`quantization_config` of config.json, and hf_quant_config.json (None: the layout has none)."""
+    if layout is COMPRESSED_TENSORS:
+        return compressed_tensors.quantization_config(scheme), None
+    return modelopt.quantization_config(scheme), modelopt.hf_quant_config(scheme)
+
+
+def write_config_files(folder: Path, config: dict[str, Any], layout: Layout, scheme: Scheme) -> None:
+    """config: the model's own config.json; a quantization block in it is replaced."""
+    outer, nested = quantization_blocks(layout, scheme)
+    write_json(folder / CONFIG, {**config, "quantization_config": outer})
+    if nested is not None:
+        write_json(folder / NESTED, nested)
+
+
+def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX, index)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """On disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=4, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

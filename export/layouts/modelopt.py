@@ -1,0 +1,68 @@
+"""Metadata of the ModelOpt layout: two places, which always agree.
+
+config.json           quantization_config: what vLLM and transformers read
+hf_quant_config.json  what TensorRT-LLM reads
+
+One algorithm: everything has it but what is excluded. MIXED_PRECISION: what is not listed in quantized_layers stays BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from export.layouts.scheme import Scheme
+from qad.numerics.formats import FP8, MIXED, quantizes_activations
+from qad.numerics.nvfp4 import BLOCK_SIZE
+from qad.provenance import producer
+
+
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """`quantization_config` of config.json."""
+    mixed = scheme.algorithm == MIXED
+    groups = {format: sorted(modules) for format, modules in scheme.by_format.items()} if mixed else {}
+    kv_cache = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}} if scheme.kv_cache else {}
+    return {
+        "config_groups": {
+            f"group_{number}": _group(format, targets)
+            for number, (format, targets) in enumerate((groups or {scheme.algorithm: ["Linear"]}).items())
+        },
+        **({"quantized_layers": quantized_layers(scheme)} if mixed else {}),
+        "ignore": [] if mixed else list(scheme.excluded),
+        "quant_algo": scheme.algorithm,
+        **kv_cache,
+        "producer": _producer(),
+        "quant_method": "modelopt",
+    }
+
+
+def hf_quant_config(scheme: Scheme) -> dict[str, Any]:
+    """hf_quant_config.json."""
+    quantization: dict[str, Any] = {"quant_algo": scheme.algorithm, "kv_cache_quant_algo": scheme.kv_cache}
+    if scheme.algorithm == MIXED:
+        quantization |= {"quantized_layers": quantized_layers(scheme)}
+    else:
+        quantization |= {} if scheme.algorithm == FP8 else {"group_size": BLOCK_SIZE}
+        quantization |= {"exclude_modules": list(scheme.excluded)}
+    return {"producer": _producer(), "quantization": quantization}
+
+
+def quantized_layers(scheme: Scheme) -> dict[str, dict[str, Any]]:
+    """Module -> algorithm, of a mixed checkpoint."""
+    sized = {"group_size": BLOCK_SIZE}
+    return {
+        module: {"quant_algo": format, **({} if format == FP8 else sized)} for module, format in scheme.layers.items()
+    }
+
+
+def _group(format: str, targets: list[str]) -> dict[str, Any]:
+    """A config group of one format."""
+    numbers: dict[str, Any] = {"dynamic": False, "num_bits": 8 if format == FP8 else 4, "type": "float"}
+    if format != FP8:
+        numbers["group_size"] = BLOCK_SIZE
+    inputs = {"input_activations": dict(numbers)} if quantizes_activations(format) else {}
+    return {**inputs, "weights": numbers, "targets": targets}
+
+
+def _producer() -> dict[str, Any]:
+    own = producer()
+    return {"name": own["name"], "version": own["version"]}

@@ -1,0 +1,47 @@
+"""What the metadata of a checkpoint says, whatever the layout: algorithm, exclude list, KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from export.files.safetensors_writer import Entry
+from qad.arms.kv_cache import OFF
+from qad.arms.selection import Selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """algorithm: one of qad.numerics.formats.FORMATS, or MIXED_PRECISION. excluded: full names, sorted. kv_cache: FP8 or None.
+    layers: quantized modules -> format, in model order; a mixed checkpoint lists them."""
+
+    algorithm: str
+    excluded: tuple[str, ...]
+    kv_cache: str | None = None
+    layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_format(self) -> dict[str, list[str]]:
+        """Format -> its modules, in the order in which formats first appear."""
+        found: dict[str, list[str]] = {}
+        for module, format in self.layers.items():
+            found.setdefault(format, []).append(module)
+        return found
+
+
+def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str = OFF) -> Scheme:
+    """The scheme of an arm's export. entries: the tensors it holds. kv_cache: the policy; any but off is FP8.
+
+    Excluded are the Linears, routers and embeddings that stay BF16, by full name: no wildcard an engine could misread. Those
+    that only engines build (MTP) are known by their weight's two dimensions. A tied head has no tensor of its own and is
+    listed all the same, as engines build the module.
+    """
+    matrices = {
+        entry.name.removesuffix(".weight")
+        for entry in entries
+        if entry.name.endswith(".weight") and len(entry.shape) == 2
+    }
+    listed = matrices - selection.modules.keys()
+    heads = {name for name, reason in selection.excluded.items() if reason == "output head"}
+    layers = {module: selection.format_of(module) for module in selection.modules}
+    return Scheme(selection.algorithm, tuple(sorted(listed | heads)), None if kv_cache == OFF else "FP8", layers)

@@ -1,0 +1,150 @@
+"""The accuracy section of a recipe -> a suite, its files, and scores whose every sample is kept beside the record.
+
+RECORD                          accuracy.json
+RECORD with .samples.parquet    every sample: hashes, score, finish reason, text
+RECORD with .answers.jsonl      while it is measured: what was answered so far; a measurement that was interrupted goes on from it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from qad.errors import StorageError
+from qad.recipes.recipe import Accuracy
+
+if TYPE_CHECKING:
+    from harness.accuracy.suite import Suite
+    from harness.accuracy.task_files import Places
+    from harness.records.record import AccuracyData, Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What is asked, and where its files are."""
+
+    suite: Suite
+    places: Places
+    batch_size: int
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, section: Accuracy, seed: int) -> Scoring:
+        """Raises QadError for an unknown suite or task, or folders that do not exist."""
+        from harness.accuracy.suite import load_suite, of_tasks
+        from harness.accuracy.task_files import Places, require_known
+
+        if section.suite:
+            suite, folder = load_suite(section.suite)
+            suite = suite.limited(section.limit)
+            if section.think_end and suite.think_end is None:
+                suite = suite.model_copy(update={"think_end": section.think_end})
+            data = Path(section.suite_data) if section.suite_data else None
+            places = Places.of(folder if folder.is_dir() else None, data=data)
+        else:
+            suite = of_tasks(section.tasks, section.limit, section.n_shot, section.think_end)
+            places = Places.of()
+        require_known(suite.tasks, places)
+        settings = section.model_dump(mode="json", exclude={"suite", "suite_data", "think_end"})
+        if section.suite:
+            settings["suite"] = suite.model_dump(mode="json", exclude_defaults=True)
+        if suite.think_end:
+            settings["think_end"] = suite.think_end
+        return cls(suite, places, section.batch_size, {**settings, "seed": seed})
+
+    def require_data(self) -> None:
+        """Find data that is not here before a model is loaded. Raises DataError."""
+        from harness.accuracy.quiet import quiet
+        from harness.accuracy.task_files import load_tasks
+
+        with quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
+            load_tasks(self.suite.tasks, self.places, Path(cache))
+
+    @property
+    def label(self) -> str:
+        return self.suite.name if "suite" in self.settings else ", ".join(self.suite.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerChoice:
+    """An OpenAI server that has loaded the measured folder. chat: conversations through its template, as a suite with
+    chat_template asks for; max_length, model: see `open_server`."""
+
+    url: str
+    max_length: int | None = None
+    model: str | None = None
+    concurrency: int = 16
+
+    def describe(self) -> tuple[str, Engine]:
+        """The served name and the record's engine. Raises QadError."""
+        from harness.accuracy.served import describe
+
+        return describe(self.url, self.model, "completions")
+
+    def open(self, folder: Path, suite: Suite) -> tuple[Any, Engine]:
+        """lm-eval's back-end and the record's engine. Raises QadError."""
+        from harness.accuracy.served import open_server
+
+        return open_server(
+            self.url, str(folder), chat=suite.chat_template, think_end=suite.think_end, max_length=self.max_length,
+            concurrency=self.concurrency, model=self.model,
+        )  # fmt: skip
+
+
+def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path) -> AccuracyData:
+    """Score a back-end; write the samples beside `record` and say so in the data.
+
+    identity: of weights and engine, everything that answers depend on beside the request.
+    """
+    from harness.accuracy.journal import Journal
+    from harness.accuracy.samples import samples_path, write_samples
+    from harness.accuracy.scores import measure_suite
+
+    journal = Journal(answers_path(record), {**identity, "think_end": scoring.suite.think_end})
+    with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        try:
+            measured = measure_suite(
+                backend,
+                scoring.suite,
+                scoring.places,
+                seed=scoring.settings["seed"],
+                journal=journal,
+                progress=progress,
+            )
+        finally:
+            journal.close()
+    path = samples_path(record)
+    try:
+        write_samples(measured.samples, path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}: make room and run the same command"
+        ) from error
+    return dataclasses.replace(measured.data, samples=path.name)
+
+
+def answers_path(record: Path) -> Path:
+    return record.with_name(record.stem + ".answers.jsonl")
+
+
+def finished(record: Path) -> None:
+    """The record is written: what was kept to resume from goes."""
+    answers_path(record).unlink(missing_ok=True)
+
+
+def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> AccuracyData:
+    """Accuracy of a model in this process."""
+    from harness.accuracy.in_memory import InMemory
+
+    backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
+    identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}
+    return score(backend, scoring, identity, record)

@@ -1,0 +1,1 @@
+"""Records of several arms held against each other: recoveries, contrasts, speed, verdict."""

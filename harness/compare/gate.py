@@ -1,0 +1,246 @@
+"""A comparison and a policy -> PASS, FAIL or INCONCLUSIVE, with one paragraph that says why.
+
+A threshold is held against the whole 95 % interval, unrounded: it holds where the worse limit does, is missed where even
+the better limit does, and is not decided between. What was not measured, or has no interval, decides nothing and is
+named. One missed threshold fails; else one undecided leaves the verdict open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from harness.compare.policy import AtLeast, AtMost, Policy, SpeedUp
+from harness.records.comparison import BenchmarkRow, Comparison, Estimate, standing
+from harness.records.record import ARMS, arm_label
+from harness.records.verdict import FAIL, INCONCLUSIVE, PASS, Check, Verdict
+from qad.errors import DataError
+
+BASELINE, PTQ, QAD = ARMS
+Threshold = AtLeast | AtMost | SpeedUp
+Form = Callable[..., str]  # value, and the limit that it is to be told from -> text with unit
+
+
+def judge(comparison: Comparison, policy: Policy, arm: str | None = None) -> Verdict:
+    """arm: whose verdict it is; by default the one furthest along: qad, else ptq, else the last.
+
+    Raises DataError where there is no such arm, or none besides bf16.
+    """
+    arms = [name for name in comparison.arms if name != BASELINE]
+    chosen = arm or (QAD if QAD in arms else PTQ if PTQ in arms else arms[-1] if arms else "")
+    if chosen not in arms:
+        raise DataError(
+            f"no measured arm {chosen!r} to judge against {BASELINE}: there is {', '.join(arms) or 'none'}"
+            if chosen
+            else "no arm besides bf16 was measured: there is nothing to judge"
+        )
+    checks = {name: _checks(comparison, policy, name) for name in arms}
+    outcomes = {name: _outcome(found) for name, found in checks.items()}
+    return Verdict(
+        outcome=outcomes[chosen],
+        policy=policy.name,
+        about=policy.about,
+        arm=chosen,
+        checks=checks[chosen],
+        others={name: outcome for name, outcome in outcomes.items() if name != chosen},
+        paragraph=_paragraph(comparison, policy, chosen, checks[chosen], outcomes),
+    )
+
+
+def _outcome(checks: list[Check]) -> str:
+    found = {check.outcome for check in checks}
+    return FAIL if FAIL in found else INCONCLUSIVE if INCONCLUSIVE in found else PASS
+
+
+def _checks(comparison: Comparison, policy: Policy, arm: str) -> list[Check]:
+    makers: dict[str, Callable[[Comparison, str, Threshold], Check]] = {
+        "median_recovery": _median, "worst_benchmark": _worst, "kl": _kl, "top1": _top1, "memory_ratio": _memory,
+        "speed_up": _speed, "failure_share": _failures,
+    }  # fmt: skip
+    return [makers[name](comparison, arm, threshold) for name, threshold in policy.thresholds.items()]
+
+
+# --- one threshold -------------------------------------------------------------------------------
+
+
+def _median(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    return _check("median_recovery", "median recovery", threshold, comparison.median_recovery.get(arm), _percent)
+
+
+def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    """Of every benchmark: the lowest limit has to hold, so the lowest upper limit is what fails."""
+    rows = [row for row in comparison.benchmarks if row.recovery]
+    unscored = [
+        row.label for row in rows if arm not in row.recovery or arm not in row.score or BASELINE not in row.score
+    ]
+    found = [(row, recovery) for row in rows if (recovery := row.recovery.get(arm)) is not None]
+    if not found:
+        return _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)
+    checks = [
+        _check("worst_benchmark", f"recovery on {row.label}", threshold, recovery, _percent) for row, recovery in found
+    ]
+    for outcome in (FAIL, INCONCLUSIVE):
+        bad = [(check, row) for check, (row, _) in zip(checks, found, strict=True) if check.outcome == outcome]
+        if bad:
+            check, row = min(bad, key=lambda entry: entry[0].value if entry[0].value is not None else math.inf)
+            more = f"; so for {len(bad) - 1} other benchmark{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
+            return _with_why(check, check.why + _would_decide(comparison, arm, row, outcome) + more)
+    if unscored:
+        why = f"recovery on {unscored[0]} was not measured" + (f"; {len(unscored) - 1} more" * (len(unscored) > 1))
+        return Check("worst_benchmark", checks[0].rule, INCONCLUSIVE, None, None, None, why)
+    return min(checks, key=lambda check: check.value if check.value is not None else math.inf)
+
+
+def _would_decide(comparison: Comparison, arm: str, row: BenchmarkRow, outcome: str) -> str:
+    """How many items would tell, where too few are the reason."""
+    needed = [
+        c.items_needed
+        for c in comparison.contrasts
+        if (c.benchmark, c.arm, c.against) == (row.label, arm, BASELINE) and c.items_needed is not None
+    ]
+    if outcome != INCONCLUSIVE or not needed or needed[0] <= row.n:
+        return ""
+    margin = next(c.margin for c in comparison.contrasts)
+    return f" from {row.n:,} items; {needed[0]:,} would tell a loss of {_percent(margin)}"
+
+
+def _kl(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    row = comparison.fidelity.get(arm)
+    return _check("kl", "KL divergence to BF16", threshold, row.kl if row else None, _nats)
+
+
+def _top1(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    row = comparison.fidelity.get(arm)
+    return _check("top1", "top-1 agreement with BF16", threshold, row.top1 if row else None, _percent)
+
+
+def _memory(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    return _check(
+        "memory_ratio", "size on disk relative to BF16", threshold, comparison.memory_ratio.get(arm), _percent
+    )
+
+
+def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    assert isinstance(threshold, SpeedUp)
+    name = f"{threshold.phase} speed relative to BF16"
+    found = comparison.throughput_ratio.get(arm, {}).get(threshold.phase)
+    if found is not None and arm in comparison.emulated:
+        check = _check("speed_up", name, threshold, found, _times)
+        return Check(
+            check.threshold, check.rule, INCONCLUSIVE, check.value, check.low, check.high,
+            f"{name} was measured without FP4 arithmetic, which tells nothing of hardware that has it",
+        )  # fmt: skip
+    return _check("speed_up", name, threshold, found, _times)
+
+
+def _failures(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    return _check("failure_share", "share of failed requests", threshold, comparison.failure_share.get(arm), _percent)
+
+
+def _check(threshold_name: str, name: str, threshold: Threshold, found: Estimate | None, form: Form) -> Check:
+    if isinstance(threshold, AtMost):
+        limit, rule = threshold.at_most, f"{name} at most {form(threshold.at_most)}"
+    else:
+        limit, rule = threshold.at_least, f"{name} at least {form(threshold.at_least)}"
+    if found is None:
+        return Check(threshold_name, rule, INCONCLUSIVE, None, None, None, f"{name} was not measured")
+    value, low, high = found.value, found.low, found.high
+    if low is None or high is None:
+        reason = found.note.removeprefix("inconclusive: ") or "no interval"
+        why = f"{name} is {form(value, limit)} without an interval ({reason})"
+        return Check(threshold_name, rule, INCONCLUSIVE, value, None, None, why)
+    if isinstance(threshold, AtMost):
+        outcome = PASS if high <= limit else FAIL if low > limit else INCONCLUSIVE
+    else:
+        outcome = PASS if low >= limit else FAIL if high < limit else INCONCLUSIVE
+    relation = {PASS: "within", FAIL: "outside", INCONCLUSIVE: "on both sides of"}[outcome]
+    bound = "at most" if isinstance(threshold, AtMost) else "at least"
+    why = f"{name} is {_with_interval(found, form, limit)}, {relation} the limit of {bound} {form(limit)}"
+    return Check(threshold_name, rule, outcome, value, low, high, why)
+
+
+def _with_why(check: Check, why: str) -> Check:
+    return Check(check.threshold, check.rule, check.outcome, check.value, check.low, check.high, why)
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _paragraph(
+    comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]
+) -> str:  # fmt: skip
+    outcome = outcomes[arm]
+    named = "; ".join(check.why for check in checks if check.outcome == outcome)
+    lead = _lead(comparison, arm)
+    if outcome == PASS:
+        text = f"{lead}: QAD is not needed." if arm == PTQ else f"{lead}."
+        text += f" Every threshold of {policy.name} holds."
+    elif outcome == FAIL:
+        text = f"{lead}. By {policy.name} it fails: {named}."
+    else:
+        text = f"{lead}. That does not decide {policy.name}: {named}."
+    if arm == PTQ and outcome == FAIL and QAD not in outcomes:
+        text += " Distillation (QAD) may give back what is missing."
+    if arm == QAD and PTQ in outcomes:
+        text += _against_ptq(comparison, outcomes[PTQ])
+    return text
+
+
+def _lead(comparison: Comparison, arm: str) -> str:
+    median = comparison.median_recovery.get(arm)
+    if median is None:
+        return f"{arm_label(arm)} has no recovery that was measured"
+    label, worst = comparison.worst[arm]
+    over = f", the worst of {median.n} benchmarks, {label}, {_with_interval(worst, _percent)}" if median.n > 1 else ""
+    return f"{arm_label(arm)} recovers {_with_interval(median, _percent)} of BF16's score{over}"
+
+
+def _against_ptq(comparison: Comparison, ptq_outcome: str) -> str:
+    gain = comparison.median_gain
+    text = ""
+    if ptq_outcome == PASS and PTQ in comparison.median_recovery:
+        recovered = _with_interval(comparison.median_recovery[PTQ], _percent)
+        text = f" PTQ alone recovers {recovered} and passes too: QAD is not needed."
+    elif ptq_outcome == PASS:
+        text = " PTQ alone passes too: QAD is not needed."
+    if gain is None:
+        return text
+    points = f"{100 * gain.value:+.1f} points"
+    if gain.low is not None and gain.high is not None:
+        points += f" ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+    found = standing(gain, 0.0)
+    if found == "stands out":
+        worth = "it stands out" if gain.value > 0 else "it is worse than PTQ"
+    else:
+        worth = "within noise" if found == "within noise" else "inconclusive"
+    return f"{text} Against PTQ the median moves by {points}: {worth}."
+
+
+def _with_interval(estimate: Estimate, form: Form, limit: float | None = None) -> str:
+    value = form(estimate.value, limit)
+    if estimate.low is None or estimate.high is None:
+        return f"{value} (no interval)"
+    if estimate.low == estimate.high:
+        return value
+    low, high = (
+        form(end, limit).removesuffix(" %").removesuffix(" nats").removesuffix(" times")
+        for end in (estimate.low, estimate.high)
+    )
+    return f"{value} ({low}-{high})" if estimate.low >= 0 else f"{value} ({low} to {high})"
+
+
+def _percent(share: float, limit: float | None = None) -> str:
+    """One decimal; more where one would round the number onto a limit that it is not."""
+    for digits in (1, 2, 3, 4):
+        text = f"{100 * share:.{digits}f}"
+        if limit is None or share == limit or text != f"{100 * limit:.{digits}f}":
+            break
+    return f"{text} %"
+
+
+def _nats(value: float, limit: float | None = None) -> str:
+    return f"{value:.3g} nats"
+
+
+def _times(value: float, limit: float | None = None) -> str:
+    return f"{value:.2f} times"

@@ -1,0 +1,132 @@
+"""Imported mean scores (a leaderboard, a paper, a CSV) -> rows of a comparison: unpaired, and only as sure as what was
+printed beside them.
+
+The error of one printed score, in this order:
+- the standard error that was printed. It is over questions, and both arms answered the same ones, so the interval of a
+  ratio from two of them is too wide, never too short;
+- from the number of questions and of answers per question: what another run of the same model on the same questions
+  would move. An answer's variance is p (1 - p); WITHIN of it is taken to lie between answers to one question, which
+  is the part that a rerun changes. At p = .8 that lets 16 % of the answers flip between two runs of equal models;
+- else none: the recovery has no interval and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.compare.comparable import BASELINE
+from harness.compare.contrasts import PairedScores
+from harness.records.comparison import BenchmarkRow, Estimate
+from harness.records.record import PublishedScore, Record, ScoresData
+from harness.statistics.intervals import Floats, Z
+from harness.statistics.resampling import RESAMPLES, SEED
+
+WITHIN = 0.5
+NO_ITEMS = np.zeros(0, dtype=np.int64)
+
+
+def sources(arms: Mapping[str, Record]) -> dict[str, str]:
+    """arm -> where its scores come from."""
+    return {arm: record.data.source for arm, record in arms.items() if isinstance(record.data, ScoresData)}
+
+
+def published_rows(arms: Mapping[str, Record], stream: int, notes: list[str]) -> list[PairedScores]:
+    """One row a benchmark, in the order in which they first appear. stream: number of the first one."""
+    tasks: dict[tuple[str, str, str], dict[str, PublishedScore]] = {}
+    for arm, record in arms.items():
+        assert isinstance(record.data, ScoresData)
+        for score in record.data.scores:
+            tasks.setdefault((score.task, score.filter, score.metric), {})[arm] = score
+    rows: list[PairedScores] = []
+    shown: set[str] = set()
+    for number, ((task, _, _), scores) in enumerate(tasks.items()):
+        missing = [arm for arm in arms if arm not in scores]
+        notes += [f"{task} (imported): no score of {arm}" for arm in missing]
+        rows.append(_row(scores, stream + number, task not in shown, notes))
+        shown.add(task)
+    return rows
+
+
+def standard_error(score: PublishedScore) -> float | None:
+    """In the score's unit; None where nothing printed tells it."""
+    if score.stderr is not None:
+        return score.stderr
+    if score.items is None or not 0 <= score.value <= score.maximum:
+        return None
+    share = score.value / score.maximum
+    return score.maximum * math.sqrt(WITHIN * share * (1 - share) / (score.items * (score.repeats or 1)))
+
+
+def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, notes: list[str]) -> PairedScores:
+    first = next(iter(scores.values()))
+    usable = {arm: score for arm, score in scores.items() if math.isfinite(score.value)}
+    notes += [f"{first.task} (imported): the score of {arm} is not a number" for arm in scores if arm not in usable]
+    recovery: dict[str, Estimate | None] = {}
+    above: dict[str, Estimate | None] = {}
+    deviations: dict[str, Floats | None] = {}
+    base = usable.get(BASELINE)
+    for number, arm in enumerate(arm for arm in scores if arm != BASELINE):
+        recovery[arm] = above[arm] = deviations[arm] = None
+        if base is None or arm not in usable:
+            who = BASELINE if base is None else arm
+            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} has no valid score")
+            continue
+        top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
+        if not bottom.value > 0:
+            who = BASELINE if first.higher_is_better else arm
+            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores 0")
+            continue
+        recovery[arm] = _recovery(top, bottom, 0.0)
+        if first.chance is not None and first.higher_is_better and bottom.value > first.chance:
+            above[arm] = _recovery(top, bottom, first.chance)
+        deviations[arm] = _deviations(top, bottom, first.higher_is_better, stream, number)
+    settings = first.settings
+    row = BenchmarkRow(
+        task=first.task, metric=first.metric, filter=first.filter,
+        n_shot=settings.get("n_shot"), higher_is_better=first.higher_is_better,
+        chance=None if first.chance is None else first.chance / first.maximum, n=first.items or 0,
+        clusters=first.items or 0, score={arm: _score(score) for arm, score in usable.items()}, recovery=recovery,
+        recovery_above_chance=above, flips={}, limit=settings.get("limit"), headline=headline, imported=True,
+    )  # fmt: skip
+    return PairedScores(row, {}, NO_ITEMS, deviations)
+
+
+def _score(score: PublishedScore) -> Estimate:
+    """As a share of the maximum."""
+    error = standard_error(score)
+    value, n = score.value / score.maximum, score.items or 0
+    if error is None:
+        return Estimate(value, None, None, n, n, "none", "imported, no error printed")
+    half = Z * error / score.maximum
+    return Estimate(value, value - half, value + half, n, n, _method(score), "imported")
+
+
+def _method(score: PublishedScore) -> str:
+    return "printed standard error" if score.stderr is not None else "noise of a rerun, from questions and repeats"
+
+
+def _recovery(top: PublishedScore, bottom: PublishedScore, chance: float) -> Estimate:
+    a, b = top.value - chance, bottom.value - chance
+    errors = standard_error(top), standard_error(bottom)
+    value, n = a / b, min(top.items or 0, bottom.items or 0)
+    if errors[0] is None or errors[1] is None:
+        return Estimate(value, None, None, n, n, "none", "inconclusive: imported without items or errors")
+    half = Z * math.hypot(errors[0] / b, a * errors[1] / b**2)
+    return Estimate(value, value - half, value + half, n, n, f"unpaired, {_method(top)}", "imported")
+
+
+def _deviations(
+    top: PublishedScore, bottom: PublishedScore, higher_is_better: bool, stream: int, arm: int
+) -> Floats | None:
+    """Drawn ratio minus the printed one [RESAMPLES]. Every arm of a benchmark shares the draws of bf16."""
+    errors = standard_error(top), standard_error(bottom)
+    if errors[0] is None or errors[1] is None:
+        return None
+    base = np.random.default_rng([SEED, stream]).standard_normal(RESAMPLES)
+    own = np.random.default_rng([SEED, stream, 1 + arm]).standard_normal(RESAMPLES)
+    up, down = (own, base) if higher_is_better else (base, own)
+    drawn = (top.value + errors[0] * up) / np.maximum(bottom.value + errors[1] * down, 0.05 * bottom.value)
+    return np.asarray(drawn - top.value / bottom.value, dtype=np.float64)

@@ -1,0 +1,227 @@
+"""What quantization cost and distillation gave back: records of the arms -> Comparison, with 95 % intervals.
+
+recovery = candidate / bf16 where higher is better, bf16 / candidate where lower is. Nothing is rounded, recovery above
+100 % is allowed, and what cannot be computed is n/a with its reason in `not_compared`, never 0 and never left out of
+a mean in silence. How the intervals are made, and what they cover: harness.statistics.intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from harness.compare.comparable import (
+    BASELINE,
+    TaskKey,
+    by_kind,
+    paired,
+    require_comparable,
+    require_same_targets,
+    task_keys,
+    task_scores,
+)  # fmt: skip
+from harness.compare.contrasts import MARGIN, PairedScores, contrasts
+from harness.compare.distance import compare_fidelity
+from harness.compare.drift import failed_requests, output_rows
+from harness.compare.noise import noise_floors
+from harness.compare.published import published_rows, sources
+from harness.compare.serving_cells import compare_serving
+from harness.compare.speed import compare_throughput, emulated, failure_shares
+from harness.compare.training_seeds import compare_seeds, merge_seeds, seeds_of
+from harness.records.comparison import BenchmarkRow, Comparison, Estimate
+from harness.records.record import MemoryData, Record, TaskScore, arm_order
+from harness.statistics.intervals import Floats, Interval, Ints, estimate, mean_interval, paired_ratio_interval
+from harness.statistics.medians import median_difference_interval, median_interval, paired_ratio_deviations
+
+
+def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
+    """Compare the arms of one model. margin: the share of a score that may be lost, for non-inferiority. Records that are
+    controls give the noise floor of their arm and are no arms; records of one arm under several seeds are one, and so are
+    weights of one recipe trained under several seeds (harness.compare.training_seeds).
+
+    Raises DataError where accuracy, fidelity or imported records were not made under the same settings, from the same items or
+    text, or where the records of one arm are of different weights and not seeds of one recipe; every difference is named.
+    """
+    if seeds := seeds_of(records):
+        return compare_seeds(records, seeds, lambda some: _compare(some, margin))
+    return _compare(records, margin)
+
+
+def _compare(records: list[Record], margin: float) -> Comparison:
+    """Where an arm is one checkpoint."""
+    controls = [record for record in records if record.control is not None]
+    records = merge_seeds([record for record in records if record.control is None])
+    kinds = by_kind(records)
+    notes: list[str] = []
+    arms = sorted({record.arm for record in records}, key=arm_order)
+    for kind in ("accuracy", "fidelity", "scores"):
+        if kind in kinds:
+            require_comparable(kind, kinds[kind])
+            notes += [f"{kind}: {arm} was not measured" for arm in arms if arm not in kinds[kind]]
+    benchmarks = _benchmarks(kinds.get("accuracy", {}), notes)
+    benchmarks += published_rows(kinds.get("scores", {}), len(benchmarks), notes)
+    medians = {arm: _median(arm, benchmarks, notes) for arm in arms if arm != BASELINE}
+    fidelity = compare_fidelity(kinds.get("fidelity", {}), notes)
+    return Comparison(
+        arms=arms,
+        benchmarks=[benchmark.row for benchmark in benchmarks],
+        median_recovery={arm: median for arm, median in medians.items() if median},
+        worst={arm: worst for arm in medians if (worst := _worst(arm, benchmarks))},
+        fidelity=fidelity.rows,
+        kl_ratio=fidelity.kl_ratio,
+        perplexity_gap_closed=fidelity.gap_closed,
+        throughput_ratio=compare_throughput(kinds.get("throughput", {}), notes),
+        not_compared=notes,
+        contrasts=contrasts(benchmarks, arms, margin),
+        median_gain=_median_gain(benchmarks),
+        memory_ratio=_memory_ratio(kinds.get("memory", {})),
+        failure_share=failure_shares(kinds.get("throughput", {}), failed_requests(kinds.get("accuracy", {}))),
+        emulated=emulated({**kinds.get("serving", {}), **kinds.get("throughput", {})}),
+        sources=sources(kinds.get("scores", {})),
+        outputs=output_rows(kinds.get("accuracy", {})),
+        serving_ratio=compare_serving(kinds.get("serving", {}), notes),
+        noise_floor=noise_floors(records, controls, notes),
+    )
+
+
+# --- benchmarks ----------------------------------------------------------------------------------
+
+
+def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[PairedScores]:
+    shown: set[str] = set()
+    found = []
+    for stream, key in enumerate(task_keys(arms)):
+        scores = task_scores(arms, key)
+        headline = key[0] not in shown
+        if not scores:
+            notes.append(f"{key[0]} (filter {key[1]}): no items")
+            continue
+        if not headline:
+            notes.append(f"{key[0]}: filter {key[1]} is shown but not in the median, which takes a task's first filter")
+        missing = [arm for arm in arms if arm not in scores]
+        notes += [f"{key[0]} (filter {key[1]}): no scores of {arm}" for arm in missing]
+        found.append(_benchmark(key, scores, headline, stream, notes))
+        shown.add(key[0])
+    return found
+
+
+def _benchmark(
+    key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]
+) -> PairedScores:
+    task, filter_name, metric = key
+    values, cluster = paired(task, scores)
+    require_same_targets(task, scores)
+    label = f"{task} (filter {filter_name})"
+    first = next(iter(scores.values()))
+    usable = {arm: v for arm, v in values.items() if np.isfinite(v).all()}
+    notes += [f"{label}: scores of {arm} are not all numbers" for arm in values if arm not in usable]
+    recovery: dict[str, Estimate | None] = {}
+    above: dict[str, Estimate | None] = {}
+    deviations: dict[str, Floats | None] = {}
+    flips: dict[str, tuple[int, int]] = {}
+    base = usable.get(BASELINE)
+    for arm in (arm for arm in values if arm != BASELINE):
+        recovery[arm] = above[arm] = deviations[arm] = None
+        if base is None or arm not in usable:
+            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if base is None else arm} has no valid score")
+            continue
+        flips[arm] = _flips(base, usable[arm], first.higher_is_better)
+        top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
+        if not bottom.mean() > 0:
+            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if first.higher_is_better else arm} scores 0")
+            continue
+        recovery[arm] = _recovery(top, bottom, cluster)
+        deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
+        above[arm] = _above_chance(label, arm, first, top, bottom, cluster, notes)
+    row = BenchmarkRow(
+        task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
+        chance=first.chance, n=len(cluster), clusters=int(cluster.max()) + 1,
+        score={arm: estimate(float(v.mean()), mean_interval(v, cluster), len(v)) for arm, v in usable.items()},
+        recovery=recovery, recovery_above_chance=above, flips=flips, limit=first.limit, headline=headline,
+    )  # fmt: skip
+    return PairedScores(row, usable, cluster, deviations)
+
+
+def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -> Estimate:
+    value = (float(top.mean()) - chance) / (float(bottom.mean()) - chance)
+    return estimate(value, paired_ratio_interval(top, bottom, cluster, chance), len(top))
+
+
+def _above_chance(
+    label: str, arm: str, score: TaskScore, top: Floats, bottom: Floats, cluster: Ints, notes: list[str]
+) -> Estimate | None:
+    """(candidate - chance) / (bf16 - chance); None where bf16 is not clearly above chance: noise over noise."""
+    if score.chance is None or not score.higher_is_better:
+        return None
+    low = mean_interval(bottom, cluster).low
+    if low is None or low <= score.chance:
+        notes.append(f"{label}: recovery of {arm} above chance is n/a, {BASELINE} is not clearly above chance")
+        return None
+    return _recovery(top, bottom, cluster, score.chance)
+
+
+def _flips(base: Floats, other: Floats, higher_is_better: bool) -> tuple[int, int]:
+    """Items that got (worse, better) than under bf16."""
+    lower, higher = int(np.count_nonzero(other < base)), int(np.count_nonzero(other > base))
+    return (lower, higher) if higher_is_better else (higher, lower)
+
+
+# --- over benchmarks -----------------------------------------------------------------------------
+
+
+def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> Estimate | None:
+    """Median over the headline rows that have a recovery; no interval unless each of them has one."""
+    asked = [b for b in benchmarks if b.row.headline and arm in b.row.recovery]
+    counted = [(b, recovery) for b in asked if (recovery := b.row.recovery[arm])]
+    if len(counted) < len(asked):
+        notes.append(
+            f"median recovery of {arm}: {len(asked) - len(counted)} of {len(asked)} benchmarks are n/a, left out"
+        )
+    if not counted:
+        return None
+    values = [recovery.value for _, recovery in counted]
+    clusters = sum(b.row.clusters for b, _ in counted)
+    drawn = [d for b, _ in counted if (d := b.deviations[arm]) is not None]
+    if len(drawn) < len(counted):
+        unsure = [b.row.task for b, recovery in counted if recovery.low is None]
+        note = f"inconclusive: {', '.join(unsure)} {'has' if len(unsure) == 1 else 'have'} no interval"
+        interval = Interval(None, None, clusters, "none", note)
+    else:
+        interval = median_interval(values, drawn, clusters)
+    return estimate(float(np.median(values)), interval, len(values))
+
+
+def _worst(arm: str, benchmarks: Sequence[PairedScores]) -> tuple[str, Estimate] | None:
+    rows = [(b.row.label, recovery) for b in benchmarks if (recovery := b.row.recovery.get(arm))]
+    return min(rows, key=lambda row: row[1].value, default=None)
+
+
+def _median_gain(benchmarks: Sequence[PairedScores]) -> Estimate | None:
+    """Median recovery of qad minus that of ptq, over the headline rows in which both have one."""
+    counted = [b for b in benchmarks if b.row.headline and b.row.recovery.get("ptq") and b.row.recovery.get("qad")]
+    if not counted:
+        return None
+    values: dict[str, list[float]] = {"qad": [], "ptq": []}
+    drawn: dict[str, list[Floats]] = {"qad": [], "ptq": []}
+    for arm in values:
+        for b in counted:
+            recovery, deviations = b.row.recovery[arm], b.deviations.get(arm)
+            assert recovery is not None
+            values[arm].append(recovery.value)
+            drawn[arm] += [] if deviations is None else [deviations]
+    clusters = sum(b.row.clusters for b in counted)
+    if any(len(drawn[arm]) < len(counted) for arm in values):
+        interval = Interval(None, None, clusters, "none", "inconclusive: a benchmark has no interval")
+    else:
+        interval = median_difference_interval(values["qad"], drawn["qad"], values["ptq"], drawn["ptq"], clusters)
+    return estimate(float(np.median(values["qad"]) - np.median(values["ptq"])), interval, len(counted))
+
+
+def _memory_ratio(arms: dict[str, Record]) -> dict[str, Estimate]:
+    """arm -> bytes of its weight files / bf16's, exact; empty without bf16."""
+    size = {arm: record.data.file_bytes for arm, record in arms.items() if isinstance(record.data, MemoryData)}
+    if not size.get(BASELINE):
+        return {}
+    ratios = {arm: count / size[BASELINE] for arm, count in size.items() if arm != BASELINE}
+    return {arm: Estimate(ratio, ratio, ratio, 1, 1, "exact") for arm, ratio in ratios.items()}

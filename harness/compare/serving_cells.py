@@ -1,0 +1,83 @@
+"""Serving records of the arms -> speed as ratios to bf16, cell by cell, from interleaved repeats.
+
+tokens_per_s is candidate / bf16 (above 1 is faster), ttft_ms and tpot_ms are bf16 / candidate, so that above 1 is better
+in all of them. A repeat gives one value (throughput of its window, median over its requests), paired with bf16's same repeat.
+"""
+
+from __future__ import annotations
+
+from harness.compare.comparable import BASELINE
+from harness.compare.speed import beside_baseline, differing_settings, mean_ratio
+from harness.records.comparison import Estimate
+from harness.records.record import Record
+from harness.records.serving import ServingData
+from harness.serving.pareto import cells_of
+from harness.serving.statistics import LENGTH_TOLERANCE, CellSummary, summarize
+
+METRICS = ("tokens_per_s", "ttft_ms", "tpot_ms")
+Ratios = dict[str, dict[str, dict[str, Estimate]]]  # arm -> cell -> metric
+
+
+def compare_serving(arms: dict[str, Record], notes: list[str]) -> Ratios:
+    """Ratios of the cells that may be compared; every other one is named in `notes` with the reason."""
+    ratios: Ratios = {}
+    for arm, bf16, record in beside_baseline("serving", "serving speed", arms, _obstacle, notes):
+        base, own = cells_of(bf16), cells_of(record)
+        ratios[arm] = {}
+        for name in {**base, **own}:
+            if name not in base or name not in own:
+                notes.append(f"serving: {name} was measured in only one of {BASELINE} and {arm}")
+                continue
+            refusal = _refusal(arm, summarize(base[name]), summarize(own[name]))
+            if refusal:
+                notes.append(f"serving speed of {arm}, {name}: refused, {refusal}")
+                continue
+            ratios[arm][name] = _ratios(summarize(own[name]), summarize(base[name]))
+    return ratios
+
+
+def _obstacle(base: Record, record: Record) -> str:
+    assert isinstance(base.data, ServingData)
+    assert isinstance(record.data, ServingData)
+    differing = [
+        f"{what} ({a or 'unknown'}, {b or 'unknown'})"
+        for what, a, b in (
+            ("device", base.engine.device, record.engine.device),
+            ("engine", base.engine.name, record.engine.name),
+            ("load tool", base.data.driver, record.data.driver),
+            ("endpoint", base.data.endpoint, record.data.endpoint),
+        )
+        if a != b
+    ]
+    differing += differing_settings(base, record)
+    return f"they differ in {', '.join(differing)}" if differing else ""
+
+
+def _refusal(arm: str, base: CellSummary, own: CellSummary) -> str:
+    for name, summary in ((BASELINE, base), (arm, own)):
+        if summary.invalid:
+            return f"{name} is invalid: {summary.invalid}"
+    if base.output_tokens is None or own.output_tokens is None:
+        return ""
+    if abs(own.output_tokens - base.output_tokens) > LENGTH_TOLERANCE * base.output_tokens:
+        return (
+            f"answers differ in length by more than {LENGTH_TOLERANCE:.0%}: {base.output_tokens:.1f} tokens under "
+            f"{BASELINE}, {own.output_tokens:.1f} under {arm}"
+        )
+    return ""
+
+
+def _ratios(own: CellSummary, base: CellSummary) -> dict[str, Estimate]:
+    found = {}
+    for metric in METRICS:
+        mine, theirs = getattr(own, metric), getattr(base, metric)
+        top, bottom = (mine, theirs) if metric == "tokens_per_s" else (theirs, mine)
+        estimate = _ratio(top, bottom)
+        if estimate is not None:
+            found[metric] = estimate
+    return found
+
+
+def _ratio(top: list[float | None], bottom: list[float | None]) -> Estimate | None:
+    """Over the repeats that both have."""
+    return mean_ratio([(t, b) for t, b in zip(top, bottom, strict=False) if t and b and t > 0 and b > 0])

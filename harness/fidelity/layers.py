@@ -1,0 +1,58 @@
+"""Where inside the model the distance from the teacher arises: hidden states, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.records.record import LayerDistance
+from qad.errors import DataError
+
+
+def measure_layers(
+    students: Mapping[str, Any],
+    teacher: Any,
+    sequences: Sequence[tuple[str, Tensor]],
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, list[LayerDistance]]:
+    """Relative squared error of the hidden states after the embedding and after every layer, over all tokens of `sequences`,
+    (cluster, int64 [T]) pairs: sum |h_student - h_teacher|^2 / sum |h_teacher|^2, in FP32.
+
+    The last entry is what the head sees: the final norm is in it. Raises DataError where the models have unlike layers.
+    """
+    errors: dict[str, Tensor] = {}
+    power: Tensor | None = None
+    with torch.no_grad():
+        for _, ids_T in sequences:
+            theirs = _hidden(teacher, ids_T)
+            norm_L = torch.stack([(h.float() ** 2).sum().double().cpu() for h in theirs])
+            power = norm_L if power is None else power + norm_L
+            for name, student in students.items():
+                ours = _hidden(student, ids_T)
+                if [h.shape for h in ours] != [h.shape for h in theirs]:
+                    raise DataError(f"{name} has other layers than its teacher: leave out the distance by layer")
+                error_L = torch.stack(
+                    [
+                        ((s.to(t.device).float() - t.float()) ** 2).sum().double().cpu()
+                        for s, t in zip(ours, theirs, strict=True)
+                    ]
+                )
+                errors[name] = errors[name] + error_L if name in errors else error_L
+            if progress:
+                progress(1)
+    assert power is not None
+    return {name: _named((error_L / power).tolist()) for name, error_L in errors.items()}
+
+
+def _hidden(model: Any, ids_T: Tensor) -> tuple[Tensor, ...]:
+    device = next(model.parameters()).device
+    out = model(input_ids=ids_T[None].to(device), use_cache=False, output_hidden_states=True)
+    states: tuple[Tensor, ...] = out.hidden_states
+    return states
+
+
+def _named(shares: list[float]) -> list[LayerDistance]:
+    return [LayerDistance("embedding" if i == 0 else f"layer {i}", share) for i, share in enumerate(shares)]

@@ -1,0 +1,68 @@
+"""The fidelity section of a recipe: distance on the test text, and what else of it the section asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from qad.model.source import Checkpoint
+from qad.recipes.recipe import Fidelity
+from qad.text.documents import Part, digest_documents
+from qad.text.packing import Sequences, sequences
+
+if TYPE_CHECKING:
+    from harness.records.record import FidelityData
+
+_EXTRAS = ("per_layer", "new_tokens", "prompt_tokens")
+
+
+def _section_settings(section: Fidelity) -> dict[str, Any]:
+    """For the record: extras only where they are asked for, so that records without them stay comparable."""
+    settings = section.model_dump(mode="json", exclude=set(_EXTRAS))
+    if section.per_layer:
+        settings["per_layer"] = True
+    if section.new_tokens:
+        settings |= {"new_tokens": section.new_tokens, "prompt_tokens": section.prompt_tokens}
+    return settings
+
+
+def measure_distances(
+    section: Fidelity,
+    students: Mapping[str, Any],
+    teacher: Any,
+    text: Sequences,
+    seed: int,
+    progress: Callable[[int], object] | None = None,
+    teacher_name: str = "bf16",
+) -> dict[str, FidelityData]:
+    """As harness.fidelity.distance.measure_fidelity; the extras are in the students' data."""
+    from harness.fidelity.continuations import measure_continuations
+    from harness.fidelity.distance import measure_fidelity
+    from harness.fidelity.layers import measure_layers
+
+    measured = measure_fidelity(
+        students, teacher, text.pairs, section.data.name, progress, teacher_name=teacher_name, domains=text.domains
+    )
+    if not students:
+        return measured
+    if section.per_layer:
+        for name, layers in measure_layers(students, teacher, text.pairs).items():
+            measured[name] = dataclasses.replace(measured[name], by_layer=layers)
+    if section.new_tokens:
+        written = measure_continuations(
+            students, teacher, text.pairs, prompt_tokens=section.prompt_tokens, new_tokens=section.new_tokens, seed=seed
+        )
+        for name, entries in written.items():
+            measured[name] = dataclasses.replace(measured[name], continuations=entries)
+    return measured
+
+
+def test_sequences(
+    section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint, dtype: str
+) -> tuple[Sequences, dict[str, Any]]:
+    """The test split as token sequences, and the settings that two comparable records share."""
+    found = sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
+    used = digest_documents(parts)
+    settings = {**_section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
+    return found, {**settings, "sources": found.sources, "dtype": dtype}

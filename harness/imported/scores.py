@@ -1,0 +1,190 @@
+"""Scores made elsewhere -> records, with their source named: CSV tables, lm-eval result folders, NeMo Evaluator runs.
+
+CSV             benchmark,bf16,ptq,qad or benchmark,arm,score: printed means, without items. Further columns, all
+                optional: metric, items, repeats, stderr, maximum (of the score; 100 where the file holds anything
+                above 1, else 1), higher_is_better, chance, and any other name, which is a setting that must be
+                equal between arms (n_shot, version, ...). Lines `# source: ...` and `# model: ...` come first.
+lm-eval         a folder with results_DATE.json, and samples_TASK_DATE.jsonl where --log_samples was given: with
+                samples, items that are paired; without, printed means with their standard error.
+NeMo Evaluator  results.jsonl, or a folder of BENCHMARK/results.jsonl: one line a problem and repeat.
+load tools      result files of vLLM bench, SGLang, AIPerf, GuideLLM, trtllm-bench: speed, see harness.serving.imports.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.imported.lm_eval import lm_eval_records
+from harness.imported.stamp import MODEL, imported_record
+from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
+from harness.serving.imports import import_results, is_load_result
+from qad.artifact import digest_of
+from qad.errors import DataError
+
+_CSV_FACTS = ("benchmark", "arm", "score", "metric", "items", "repeats", "stderr", "maximum", "higher_is_better",
+              "chance")  # fmt: skip
+_SETTINGS = ("n_shot", "version", "filter", "limit", "template", "seed", "temperature", "top_p", "max_tokens")
+
+
+def read_imported(path: Path, arm: str) -> list[Record] | None:
+    """Records of a file or folder in one of the formats above; None where it is none of them.
+
+    arm: its name, where the file does not name its arms itself. Raises DataError for a damaged file.
+    """
+    if path.suffix.lower() == ".csv" and path.is_file():
+        return _csv_records(path, arm)
+    if path.is_file() and is_load_result(path):
+        return [serving_record(path, arm)]
+    if path.suffix.lower() == ".jsonl" and path.is_file():
+        return [_nemo_record([path], path.parent.name or path.stem, path, arm)]
+    if not path.is_dir():
+        return None
+    results = sorted(path.rglob("results_*.json"))
+    if results:
+        return lm_eval_records(results, path, arm)
+    bundles = sorted(path.rglob("results.jsonl"))
+    return [_nemo_record(bundles, "", path, arm)] if bundles else None
+
+
+def serving_record(path: Path, arm: str, tool: str | None = None) -> Record:
+    """A load tool's result file. tool: see `import_results`, which also says what is raised."""
+    data, found = import_results(path, tool)
+    return imported_record(arm, data, {}, found, [path], f"a result file of {data.driver}", path.name, MODEL)
+
+
+# --- CSV -----------------------------------------------------------------------------------------
+
+
+def _csv_records(path: Path, arm: str) -> list[Record]:
+    source, model, rows = _csv_rows(path)
+    header = list(rows[0])
+    wide = "score" not in header
+    arms = [n for n in header if n not in (*_CSV_FACTS, *_SETTINGS)] if wide else []
+    if "benchmark" not in header or (wide and not arms):
+        raise DataError(
+            f"{path} has the columns {', '.join(header)}: give benchmark and one column an arm, or benchmark and score"
+        )
+    scores: dict[str, dict[tuple[str, str, str], PublishedScore]] = {}
+    cells = [(line, row, name) for line, row in enumerate(rows, 1) for name in (arms or [row.get("arm") or arm])]
+    values = [_number(path, line, row, name if wide else "score") for line, row, name in cells]
+    maximum = 100.0 if any(v is not None and v > 1 for v in values) else 1.0
+    for (line, row, name), value in zip(cells, values, strict=True):
+        if value is not None:
+            score = _printed(path, line, row, value, maximum)
+            mine, key = scores.setdefault(name, {}), (score.task, score.filter, score.metric)
+            if key in mine:
+                raise DataError(
+                    f"{path}, row {line}: {score.task} of {name} is there already: leave one of the two out"
+                )
+            mine[key] = score
+    if not scores:
+        raise DataError(f"{path} holds no score: fill its score columns")
+    return [
+        imported_record(
+            name, ScoresData(source, [*entries.values()]), {}, "imported", [path], "a CSV table", source, model
+        )
+        for name, entries in scores.items()
+    ]
+
+
+def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
+    """Source, model, and rows with lower-case column names."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): save it as UTF-8 text") from error
+    found = [re.match(r"#\s*(source|model)\s*:\s*(.+?)\s*$", line) for line in lines]
+    notes = {match[1]: match[2] for match in found if match}
+    body = [line for line in lines if line.strip() and not line.startswith("#")]
+    reader = csv.DictReader(body, skipinitialspace=True)
+    rows = [{(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
+    if not rows:
+        raise DataError(f"{path} has no rows: give a header line and one line a benchmark")
+    return notes.get("source", path.name), notes.get("model", MODEL), rows
+
+
+def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: float) -> PublishedScore:
+    lower = row.get("higher_is_better", "").lower() in ("false", "no", "0")
+    items, repeats, stderr = (_number(path, line, row, name, least) for name, least in _LEAST.items())
+    settings: dict[str, Any] = {name: row[name] for name in _SETTINGS if row.get(name)}
+    for name in ("n_shot", "limit"):
+        if name in settings:
+            settings[name] = int(_number(path, line, row, name) or 0)
+    return PublishedScore(
+        task=row["benchmark"], metric=row.get("metric") or "score", value=value,
+        maximum=_number(path, line, row, "maximum") or (1.0 if lower else maximum), higher_is_better=not lower,
+        chance=_number(path, line, row, "chance"), items=None if items is None else int(items),
+        repeats=None if repeats is None else int(repeats), stderr=stderr,
+        filter=settings.pop("filter", "none"), settings=settings,
+    )  # fmt: skip
+
+
+_LEAST = {"items": 1, "repeats": 1, "stderr": 0}
+
+
+def _number(path: Path, line: int, row: dict[str, str], name: str, least: float = -math.inf) -> float | None:
+    """None for an empty cell, "-" and "n/a"; NaN is kept out of records, so it is no score either."""
+    text = row.get(name, "").removesuffix("%").strip()
+    if text.lower() in ("", "-", "n/a", "na", "nan"):
+        return None
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise DataError(f"{path}, row {line}: {name} is {text!r}, expected a number") from error
+    if not math.isfinite(value) or value < least:
+        allowed = "a finite number" if math.isinf(least) else f"{least} or more"
+        raise DataError(f"{path}, row {line}: {name} is {text!r}, expected {allowed}")
+    return value
+
+
+# --- NeMo Evaluator ------------------------------------------------------------------------------
+
+
+def _nemo_record(files: list[Path], name: str, path: Path, arm: str) -> Record:
+    tasks = []
+    for file in files:
+        task = name or file.parent.relative_to(path).as_posix()
+        tasks.append(_nemo_task(file, path.name if task == "." else task))
+    source = f"NeMo Evaluator, {path.name}"
+    return imported_record(
+        arm, AccuracyData(tasks), {}, "NeMo Evaluator", files, "NeMo Evaluator results", source, MODEL
+    )
+
+
+def _nemo_task(file: Path, task: str) -> TaskScore:
+    rows = sorted(_nemo_rows(file), key=lambda row: (str(row["problem_idx"]), int(row.get("repeat") or 0)))
+    items = []
+    for row in rows:
+        problem = str(row["problem_idx"])
+        target = digest_of(row["expected_answer"]) if row.get("expected_answer") is not None else ""
+        items.append(Item(problem, "", target, problem, float(row["reward"])))
+    return TaskScore(
+        task=task, version="", metric="reward", filter="none", n_shot=None, higher_is_better=True, chance=None,
+        limit=None, items=items,
+    )  # fmt: skip
+
+
+def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read ({error}): give a result file of NeMo Evaluator") from error
+    for line, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+            row["problem_idx"], int(row.get("repeat") or 0)
+            if not math.isfinite(float(row["reward"])):
+                raise ValueError(f"reward is {row['reward']}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{file}, line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}"
+            ) from error
+        yield row

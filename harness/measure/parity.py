@@ -1,0 +1,174 @@
+"""`qad measure parity`: one folder in an engine and in the torch reference, compared into a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from harness.measure.stamp import folder_identity, write_record
+from qad.artifact import MANIFEST, open_artifact, sha256_file
+from qad.errors import UsageError
+from qad.model.families import input_scale_groups, scale_groups, siblings_of
+from qad.model.loader import default_device, load_tokenizer
+from qad.model.source import open_checkpoint
+
+if TYPE_CHECKING:
+    from harness.engines.vllm_scores import Scores
+    from harness.records.record import ParityData, ParityPrompt
+
+_GLOBAL = {"weight_scale_2", "weight_global_scale"}
+_INPUT = {"input_scale", "input_global_scale"}
+
+
+def measure_parity(
+    folder: Path, out: Path, *, engine: str, python: str | None, arm: str, dtype: str, new_tokens: int, long_tokens: int,
+    convert: Callable[[Path, Path], Path], eager: bool = True,
+) -> ParityData:  # fmt: skip
+    """Ask the engine, compare, write the record.
+
+    dtype: auto is float32 without a GPU, where the comparison is exact, else bfloat16.
+    long_tokens: length of one more prompt, 0 for none.
+    convert: (folder, place) -> the folder in the ModelOpt layout, which the reference opens.
+    Raises UsageError for what cannot be asked, EngineError where the engine fails on the folder.
+    """
+    from harness.engines.environment import engine_python
+    from harness.engines.vllm import describe
+
+    if engine != "vllm":
+        raise UsageError(
+            f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities"
+        )
+    started, source, device = time.monotonic(), open_checkpoint(folder, allow_quantized=True), default_device()
+    dtype = ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
+    interpreter = engine_python("vllm", python)
+    with tempfile.TemporaryDirectory(prefix="qad-parity-") as scratch:
+        scores, data = _compare(
+            folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager, convert
+        )
+    settings = {
+        "engine": engine, "dtype": dtype, "eager": eager, "new_tokens": new_tokens, "long_tokens": long_tokens,
+        "kv_cache": "compute dtype", "layout": layout_of(source.config),
+    }  # fmt: skip
+    described = dataclasses.replace(describe(scores.log, scores.version, folder), dtype=dtype, device=scores.device)
+    write_record(out, arm, source.display_name, folder_identity(source), settings, described, data, started)
+    return data
+
+
+def _compare(
+    folder: Path, scratch: Path, python: Path, dtype: str, device: str, new_tokens: int, long_tokens: int, eager: bool,
+    convert: Callable[[Path, Path], Path],
+) -> tuple[Scores, ParityData]:  # fmt: skip
+    from harness.engines import transformers, vllm_scores
+    from harness.parity import rules as parity
+
+    loaded = transformers.load(_readable(folder, scratch, convert), dtype, device)
+    prompts = parity.prompts(load_tokenizer(folder), new_tokens, _long_text() if long_tokens else "", long_tokens)
+    inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
+    question = vllm_scores.job(
+        folder, scratch / "answer.safetensors", prompts, new_tokens=new_tokens, dtype=dtype, eager=eager, layers=inputs,
+        overrides=plain_cache(folder),
+    )  # fmt: skip
+    (scores,) = vllm_scores.ask(python, [question], scratch)
+    return scores, compared(folder, loaded, prompts, outputs, scores)
+
+
+def compared(
+    folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores
+) -> ParityData:
+    """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
+    from harness.parity import rules as parity
+    from harness.parity import ties
+
+    model, dtype, asked = loaded.model, loaded.engine.dtype, range(len(prompts))
+    ours = [parity.log_probs(model, prompt, tokens) for prompt, tokens in zip(prompts, scores.tokens, strict=True)]
+
+    def found_with(own: torch.Tensor, number: int) -> ParityPrompt:
+        return parity.compare_prompt(prompts[number], scores.tokens[number], scores.log_probs[number], own)
+
+    found = [found_with(ours[number], number) for number in asked]
+    hidden = any(ties.input_of(name, inputs) is None for inputs in scores.inputs for name in ties.quantizers(model))
+    for number in (n for n in asked if not parity.agrees(found[n]) and scores.inputs[n]):
+        with ties.taken_from(model, scores.inputs[number]) as taken:
+            tied = found_with(parity.log_probs(model, prompts[number], scores.tokens[number]), number)
+        untied = found[number].max_difference
+        agreed = dataclasses.replace(tied, ties=taken.taken, untied_difference=untied)
+        parted = dataclasses.replace(found[number], parts_at=taken.apart)
+        found[number] = agreed if parity.agrees(tied) else parted
+    apart = [number for number in asked if not parity.agrees(found[number])]
+    if apart and not parity.must_agree(dtype, scores.device, hidden):
+        with parity.finer(model):
+            for number in apart:
+                floor = parity.mean_kl(ours[number], parity.log_probs(model, prompts[number], scores.tokens[number]))
+                found[number] = dataclasses.replace(found[number], floor_kl=floor)
+    return parity.judge(
+        found, parity.compare_layers(scores.layers, outputs), dtype=dtype, device=scores.device, hides_inputs=hidden,
+        log=scores.kernels, other=[*changed_files(folder), *unequal_scales(folder)],
+        reference_=f"transformers {loaded.engine.version}, torch {torch.__version__}, {loaded.engine.kernel_path}",
+    )  # fmt: skip
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Weight files that are not what this tool wrote, a line each; nothing is known of a folder without its manifest."""
+    if not (folder / MANIFEST).is_file():
+        return []
+    files: dict[str, Any] = open_artifact(folder).manifest["files"]
+    return [
+        f"{name} was changed after it was exported (its hash differs from {MANIFEST})"
+        for name, facts in files.items()
+        if name.endswith(".safetensors") and (folder / name).is_file() and sha256_file(folder / name) != facts["sha256"]
+    ]
+
+
+def unequal_scales(folder: Path) -> list[str]:
+    """Scale groups whose members have different global or input scales: an engine has one place for them."""
+    scales: dict[str, dict[str, float]] = {"global scales": {}, "input scales": {}}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                module, _, leaf = name.rpartition(".")
+                kind = "global scales" if leaf in _GLOBAL else "input scales" if leaf in _INPUT else None
+                if leaf == "weight_scale" and not any(size != 1 for size in file.get_slice(name).get_shape()):
+                    kind = "global scales"  # FP8 has one scale a tensor
+                if kind:
+                    scales[kind][module] = float(file.get_tensor(name))
+    groups = {"global scales": scale_groups, "input scales": input_scale_groups}
+    return [
+        f"{next(n for n in siblings_of(group[0]) if n in group)} and its siblings have unequal {kind}: the engine takes one"
+        for kind, found in scales.items()
+        for group in groups[kind](found)
+        if len({found[module] for module in group}) > 1
+    ]
+
+
+def layout_of(config: dict[str, Any]) -> str:
+    """What a checkpoint calls its layout; a folder that is not quantized has none."""
+    return str((config.get("quantization_config") or {}).get("quant_method") or "not quantized")
+
+
+def plain_cache(folder: Path) -> dict[str, Any]:
+    """What the engine has to read otherwise to keep K and V in the compute dtype, as the reference does."""
+    quantization = dict(open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {})
+    if not quantization.pop("kv_cache_scheme", None):
+        return {}
+    return {"quantization_config": quantization}
+
+
+def _readable(folder: Path, scratch: Path, convert: Callable[[Path, Path], Path]) -> Path:
+    """The folder itself where `qad.hf` opens it, else its conversion to the layout that it opens."""
+    quantization = open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "compressed-tensors":
+        return folder
+    return convert(folder, scratch / "modelopt")
+
+
+def _long_text() -> str:
+    from qad.text.python_docs import python_docs
+
+    return "\n\n".join(python_docs()[:40])

@@ -1,0 +1,185 @@
+"""`qad measure throughput` of served checkpoints, and `qad measure import`: records of kind "serving"."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.measure.stamp import folder_identity, keep, write_record
+from qad import provenance
+from qad.artifact import digest_of
+from qad.errors import UsageError
+from qad.model.source import Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from harness.records.record import Engine, Record
+    from harness.records.serving import ServingData
+    from harness.serving.offline import Offline
+    from harness.serving.sweep import Plan
+
+INVALID = 1  # exit code: what was measured must not be used
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """How the arms are served: by an engine that is started, or by a server that runs.
+
+    engine: vllm or trtllm, started where `url` is None. python, dtype, max_model_len, options: of the engine. url, log: of the
+    running server. driver, driver_python: the load tool and the environment it is in (default: the first found). ready_s: how
+    long a started engine may take until it answers.
+    """
+
+    engine: str | None
+    python: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    options: tuple[str, ...] = ()
+    url: str | None = None
+    log: Path | None = None
+    driver: str | None = None
+    driver_python: str | None = None
+    ready_s: float = 600.0
+
+
+def measure_served(
+    folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, serving: Serving, say: Callable[[str], None]
+) -> int:
+    """Records of the arms (several: OUT/ARM/serving.json), and the exit code: 1 where a cell is invalid.
+
+    Raises UsageError for arms that do not fit the folders, or several of them behind one running server.
+    """
+    sources, paths = _placed(folders, arms, out)
+    if serving.url and len(folders) > 1:
+        raise UsageError(
+            "one running server is one arm: measure each with its own --server, or let --engine start them"
+        )
+    started = time.monotonic()
+    measured = measure_arms({arm: (source.folder, paths[arm]) for arm, source in sources.items()}, plan, serving, say)
+    return _written(measured, sources, paths, serving_settings(plan, serving), started, say)
+
+
+def measure_benched(
+    folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, offline: Offline, say: Callable[[str], None]
+) -> int:
+    """The same by `trtllm-bench`; its files go to a folder beside each record."""
+    from harness.serving.offline import measure_offline
+    from qad.model.loader import load_tokenizer
+
+    sources, paths = _placed(folders, arms, out)
+    started = time.monotonic()
+    places = {arm: (source.folder, paths[arm].with_suffix(".trtllm-bench")) for arm, source in sources.items()}
+    measured = measure_offline(places, plan, offline, load_tokenizer(folders[0]), say)
+    settings = {**_settings(plan, offline.options, offline.max_model_len), "mode": offline.mode}
+    return _written(measured, sources, paths, settings, started, say)
+
+
+def _placed(
+    folders: Sequence[Path], arms: Sequence[str], out: Path
+) -> tuple[dict[str, Checkpoint], dict[str, Path]]:  # fmt: skip
+    """What is measured and where its record goes, by arm."""
+    if len(arms) != len(folders) or len(set(arms)) != len(arms):
+        raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")
+    sources = {arm: open_checkpoint(folder, allow_quantized=True) for arm, folder in zip(arms, folders, strict=True)}
+    return sources, {arm: out if len(arms) == 1 else out / arm / "serving.json" for arm in arms}
+
+
+def _written(
+    measured: dict[str, tuple[ServingData, Engine]], sources: dict[str, Checkpoint], paths: dict[str, Path],
+    settings: dict[str, Any], started: float, say: Callable[[str], None],
+) -> int:  # fmt: skip
+    for arm, (data, engine) in measured.items():
+        write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data,
+                     started)  # fmt: skip
+        say(f"record: {paths[arm]} ({engine.kernel_path})")
+    return _report({arm: data for arm, (data, _) in measured.items()}, say)
+
+
+def measure_arms(
+    places: Mapping[str, tuple[Path, Path]], plan: Plan, serving: Serving, say: Callable[[str], None]
+) -> dict[str, tuple[ServingData, Engine]]:
+    """arm -> what was measured, and what served it. places: arm -> its folder, and its record, beside which the log goes."""
+    from harness.serving.drivers import choose_driver
+    from harness.serving.sweep import measure_serving
+
+    driver = choose_driver(serving.driver, load_pythons(serving))
+    starts = {arm: _start(serving, folder, record) for arm, (folder, record) in places.items()}
+    tokenizer_folder = next(iter(places.values()))[0]
+    return measure_serving(starts, plan, driver, tokenizer_folder, say)
+
+
+def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
+    return {**_settings(plan, serving.options, serving.max_model_len), "dtype": serving.dtype}
+
+
+def _settings(plan: Plan, options: Sequence[str], max_model_len: int | None) -> dict[str, Any]:
+    """Speeds are comparable on the same machine with the same packages only."""
+    return {**dataclasses.asdict(plan), "options": list(options), "max_model_len": max_model_len,
+            "machine": digest_of(provenance.environment())}  # fmt: skip
+
+
+def load_pythons(serving: Serving) -> list[str]:
+    """Where a load tool may be: the named environment, else this one and the engine's."""
+    if serving.driver_python:
+        return [serving.driver_python]
+    pythons = [sys.executable]
+    if serving.engine:
+        from harness.engines.environment import engine_python
+
+        with contextlib.suppress(UsageError):
+            pythons.append(str(engine_python(serving.engine, serving.python)))
+    return pythons
+
+
+def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractContextManager[Any]]:
+    if serving.url:
+        from harness.serving.remote import running_server
+
+        url = serving.url
+        return lambda: running_server(url, folder, serving.engine, serving.log)
+    from harness.engines.server import serve
+
+    assert serving.engine is not None
+    engine, log = serving.engine, out.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return lambda: serve(
+        engine, folder, log=log, python=serving.python, dtype=serving.dtype, max_model_len=serving.max_model_len,
+        options=serving.options, ready_s=serving.ready_s,
+    )  # fmt: skip
+
+
+def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int:
+    from harness.serving.statistics import summarize
+
+    code = 0
+    for arm, data in measured.items():
+        for cell in data.cells:
+            summary = summarize(cell)
+            for warning in summary.warnings:
+                say(f"warning: {arm}, {cell.name}: {warning}")
+            if summary.invalid:
+                say(f"invalid: {arm}, {cell.name}: {summary.invalid}")
+                code = INVALID
+    return code
+
+
+def import_served(path: Path, tool: str | None, arm: str, out: Path, say: Callable[[str], None]) -> int:
+    """One record of a load tool's result file; the exit code is 1 where it is invalid."""
+    from harness.imported.scores import serving_record
+
+    record = serving_record(path, arm, tool)
+    keep(record, out)
+    say(f"record: {out}")
+    return _report({arm: _data(record)}, say)
+
+
+def _data(record: Record) -> ServingData:
+    from harness.records.serving import ServingData
+
+    assert isinstance(record.data, ServingData)
+    return record.data

@@ -1,0 +1,1 @@
+"""The types that others read: records of raw values, comparison, verdict. No heavy package."""

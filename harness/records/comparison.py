@@ -1,0 +1,217 @@
+"""What a comparison of arms is: the result types of harness.compare.recovery, which reports render. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+from harness.records.rebuild import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval. low/high None: no honest interval exists, `note` says why.
+
+    n: independent items behind it; clusters: groups that were resampled. method: how the interval was made.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    clusters: int
+    method: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkRow:
+    """One task under one filter, all arms, paired by item. Dictionaries are keyed by arm; recovery has no bf16.
+
+    recovery None: n/a, `Comparison.not_compared` says why. recovery_above_chance: (candidate - chance) / (bf16 - chance).
+    imported: from printed mean scores, so neither paired nor by item; n is 0 and n_shot None where nobody printed them.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    n_shot: int | None
+    higher_is_better: bool
+    chance: float | None
+    n: int
+    clusters: int
+    score: dict[str, Estimate]
+    recovery: dict[str, Estimate | None]
+    recovery_above_chance: dict[str, Estimate | None]
+    flips: dict[str, tuple[int, int]]  # items that got (worse, better) than under bf16
+    limit: int | None = None  # items asked for; not None: a smoke run, not the whole task
+    headline: bool = True  # counts in the median; False for every filter of a task but its first
+    imported: bool = False
+
+    @property
+    def label(self) -> str:
+        """The task's name; with the filter where the task is shown under several."""
+        return self.task if self.headline else f"{self.task} ({self.filter})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast:
+    """`arm` against the arm `against` on one benchmark, paired by item.
+
+    difference: mean score of `arm` minus that of `against`, turned so that above 0 is better, in the score's unit.
+    worse, better: items. p: two-sided, of no difference, by the test named in `test`; p_holm: the same, adjusted by
+    Holm over the benchmarks of this pair of arms that count in the median; None for the others.
+    margin: the share of `against`'s score that may be lost. verdict: non-inferior, inferior or undecided at that
+    margin (one-sided 5 %). items_needed: items at which an arm that is truly equal would be found non-inferior with
+    80 % power, judged by how often answers differed here.
+    """
+
+    benchmark: str
+    arm: str
+    against: str
+    difference: Estimate
+    worse: int
+    better: int
+    p: float | None
+    p_holm: float | None
+    test: str
+    margin: float
+    verdict: str
+    items_needed: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class FidelityRow:
+    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity.
+
+    by_position, by_entropy, by_domain: KL per token of a stratum. by_layer: relative error of the hidden states. equal_tokens:
+    tokens before greedy decoding first differs, up to those asked for; diverged: share of the prompts on which it does.
+    written_ratio: perplexity of what the teacher wrote, relative to its own. bound: what kl is a bound of; "": exact.
+    """
+
+    kl: Estimate
+    top1: Estimate
+    perplexity: Estimate
+    perplexity_ratio: Estimate
+    token_kl: dict[str, float]
+    sequences: int
+    tokens: int
+    by_position: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_entropy: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_domain: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_layer: dict[str, float] = dataclasses.field(default_factory=dict)
+    equal_tokens: Estimate | None = None
+    diverged: Estimate | None = None
+    written_ratio: Estimate | None = None
+    bound: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputRow:
+    """What the answers to one generated benchmark looked like. Dictionaries are keyed by arm; length_ratio has no bf16.
+
+    tokens: generated per answer, thinking included. length_ratio: of their means to bf16's, paired by item. truncated,
+    loops, empty: shares of the answers that were cut off by the limit, end in a repetition, left nothing to score.
+    tokens_per_correct: tokens generated per unit of score. An arm whose server counted no tokens has no such entry; None:
+    n/a, nothing was right.
+    """
+
+    benchmark: str
+    tokens: dict[str, Estimate]
+    length_ratio: dict[str, Estimate | None]
+    truncated: dict[str, Estimate]
+    loops: dict[str, Estimate]
+    empty: dict[str, Estimate]
+    tokens_per_correct: dict[str, Estimate | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Where 95 % of the values lie that an arm without any true difference would show."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseFloor:
+    """One arm measured twice on its own weights under conditions that should not matter.
+
+    conditions: what was changed on purpose. differing: share of the items with another score. median: band of the median
+    recovery. benchmarks: label -> band of its recovery. kl: nats per token between the two, top1: their agreement; None where
+    fidelity was not measured twice.
+    """
+
+    arm: str
+    conditions: dict[str, Any]
+    median: Band | None
+    benchmarks: dict[str, Band]
+    differing: Estimate | None
+    kl: Estimate | None
+    top1: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedSeed:
+    """One training of an arm that was trained under several seeds. values: what it shows by itself (median recovery, recovery of
+    each benchmark, KL divergence in nats, ...)."""
+
+    seed: int
+    checkpoint: str
+    values: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Everything the report says about PTQ and QAD against BF16.
+
+    median_recovery: per arm, over the headline rows that have a recovery. worst: label and recovery of the lowest of
+    all rows. kl_ratio: KL of qad / KL of ptq. perplexity_gap_closed: (ptq - qad) / (ptq - bf16), None unless the
+    interval of the PTQ gap lies above 0. throughput_ratio: arm -> phase (with its shape where a phase was measured
+    at several) -> speed / bf16's. not_compared: what was left out and why.
+    contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
+    minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
+    whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from. serving_ratio: arm ->
+    cell -> tokens_per_s, ttft_ms, tpot_ms relative to bf16's, above 1 is better; cells that may not be compared are missing.
+    outputs: the generated benchmarks, what their answers looked like. noise_floor: arm -> it against itself.
+    training_seeds: arm -> its trainings under several seeds, of which its numbers are means (harness.compare.training_seeds);
+    size, speed and noise floor are the first one's.
+    """
+
+    arms: list[str]
+    benchmarks: list[BenchmarkRow]
+    median_recovery: dict[str, Estimate]
+    worst: dict[str, tuple[str, Estimate]]
+    fidelity: dict[str, FidelityRow]
+    kl_ratio: Estimate | None
+    perplexity_gap_closed: Estimate | None
+    throughput_ratio: dict[str, dict[str, Estimate]]
+    not_compared: list[str]
+    contrasts: list[Contrast] = dataclasses.field(default_factory=list)
+    median_gain: Estimate | None = None
+    memory_ratio: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    emulated: list[str] = dataclasses.field(default_factory=list)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    serving_ratio: dict[str, dict[str, dict[str, Estimate]]] = dataclasses.field(default_factory=dict)
+    outputs: list[OutputRow] = dataclasses.field(default_factory=list)
+    noise_floor: dict[str, NoiseFloor] = dataclasses.field(default_factory=dict)
+    training_seeds: dict[str, list[TrainedSeed]] = dataclasses.field(default_factory=dict)
+
+
+def standing(estimate: Estimate | None, null: float) -> str:
+    """Whether an interval leaves out `null`, the value of no difference: stands out, within noise or inconclusive."""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return "inconclusive"
+    return "within noise" if estimate.low <= null <= estimate.high else "stands out"
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Plain JSON types."""
+    return dataclasses.asdict(comparison)
+
+
+def from_json(raw: dict[str, Any]) -> Comparison:
+    """The reverse of `to_json`; a number that is null was not finite. Raises ValueError where fields do not fit."""
+    return cast(Comparison, build(Comparison, raw, "comparison", math.nan))

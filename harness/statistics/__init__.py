@@ -1,0 +1,1 @@
+"""Intervals, resampling, medians and paired tests, stated as simulated."""

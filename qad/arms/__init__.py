@@ -1,0 +1,1 @@
+"""Arms: how one treatment overlays a source, what of it is quantized, where it came from."""

@@ -1,0 +1,1 @@
+"""The command line, the run, the plan: knows everything, nobody knows it."""

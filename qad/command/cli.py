@@ -1,0 +1,386 @@
+"""The command `qad`. Parsing only: each command imports what it needs when it runs, so that --help is instant.
+
+Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint, gate failed), 2 usage or input error, 3 inconclusive,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from qad import __version__
+from qad.command import arguments
+from qad.command import measure as measure_command
+from qad.errors import QadError, UsageError
+
+if TYPE_CHECKING:
+    from qad.recipes.recipe import Recipe
+
+INTERRUPTED = 130
+_LAYOUTS = ["modelopt", "compressed-tensors"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parser().parse_args(argv)
+    _quiet_third_parties()
+    try:
+        command: Callable[[argparse.Namespace], int] = args.command
+        if getattr(args, "trust_remote_code", False):
+            from qad.model.loader import remote_code
+
+            with remote_code(True):
+                return command(args)
+        return command(args)
+    except QadError as error:
+        print(f"qad: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(
+            "\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qad", description="From a BF16 language model to a signed-off NVFP4 deployment."
+    )
+    parser.add_argument("--version", action="version", version=f"nvfp4-qad {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    sub = _command(commands, "run", _run, "everything: calibrate, train, export, check, measure, report")
+    _recipe(sub)
+    sub.add_argument(
+        "--out", type=arguments.path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
+    )
+
+    sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
+    _recipe(sub)
+
+    sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
+    _recipe(sub)
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
+
+    sub = _command(commands, "train", _train, "make the QAD (or QAT) arm: calibrate, then train")
+    _recipe(sub)
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
+    sub.add_argument(
+        "--ptq",
+        type=arguments.path,
+        metavar="ARM_DIR",
+        help="PTQ arm to start from (default: DIR/../ptq, made if absent)",
+    )
+
+    sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
+    sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR", help="PTQ or trained arm, such as RUN/arms/qad")
+    sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
+    sub.add_argument(
+        "--shard-size",
+        type=arguments.count,
+        default=5_000_000_000,
+        metavar="BYTES",
+        help="largest weight file (default: 5000000000)",
+    )
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
+
+    sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint to read")
+    sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
+
+    sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint folder")
+    sub.add_argument(
+        "--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights"
+    )
+    sub.add_argument(
+        "--tp", type=arguments.count, default=1, metavar="N", help="planned tensor parallelism (default: 1)"
+    )
+    sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
+    sub.add_argument("--strict", action="store_true", help="warnings count as errors")
+    sub.add_argument("--fix", type=arguments.path, metavar="OUT",
+                     help="write a repaired copy where nothing is lost by it, and check that; what needs quantizing again "
+                     "is exported from --source")  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
+
+    text = "measure one checkpoint folder into a record"
+    sub = commands.add_parser("measure", help=text, description=f"M{text[1:]}.")
+    measure_command.add(sub, _trust, _say)
+
+    sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
+    sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
+
+    sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
+    sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
+                     help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
+                     "Evaluator; baseline first")  # fmt: skip
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument("--noise-floor", type=arguments.path, nargs="+", default=[], metavar="CONTROL",
+                     help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
+    sub.add_argument(
+        "--margin", type=arguments.share, default=0.01, help="share of a score that may be lost (default: 0.01)"
+    )
+    _policy(sub)
+
+    sub = _command(commands, "gate", _gate, "hold results against a policy: pass, fail or inconclusive")
+    sub.add_argument(
+        "results", type=arguments.path, metavar="RESULTS", help="run folder, comparison folder or report.json"
+    )
+    _policy(sub)
+    sub.add_argument("--arm", help="arm to judge (default: qad, else ptq)")
+    sub.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+
+    sub = _command(commands, "report", _report, "render the report of a run again from its records")
+    sub.add_argument("run", type=arguments.path, metavar="RUN", help="folder of qad run")
+    _policy(sub)
+
+    sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
+    sub.add_argument(
+        "folder",
+        type=arguments.path,
+        metavar="DIR",
+        help="arm, checkpoint, comparison or another folder with a manifest",
+    )
+    return parser
+
+
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe",
+        type=arguments.text,
+        metavar="RECIPE",
+        help="YAML file, or the name of a shipped recipe such as smollm2-135m",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+    _trust(parser)
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="run the *.py files that a model folder brings along; never run without it")  # fmt: skip
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", default="drop-1pct", metavar="FILE",
+                        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)")  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _quiet_third_parties() -> None:
+    """Warnings become one line; libraries log errors only. Their own environment variables still win."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "torch.utils._pytree"):  # where torchao is installed: GPU kernels that a CPU cannot load
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if filename.startswith(str(Path(__file__).parents[1])) or category is UserWarning:
+            print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show
+
+
+# --- commands ---
+
+
+def _run(args: argparse.Namespace) -> int:
+    from qad.command.run import run
+    from qad.recipes.recipe import load_recipe
+
+    run(load_recipe(args.recipe, args.overrides), args.out, _say)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from qad.command.plan import plan
+    from qad.recipes.recipe import load_recipe
+
+    plan(load_recipe(args.recipe, args.overrides), _say)
+    return 0
+
+
+def _ptq(args: argparse.Namespace) -> int:
+    from qad.recipes.job import prepare
+    from qad.recipes.recipe import load_recipe
+    from qad.training.stages import ptq_arm
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    _require_arm_place(recipe, "ptq", args.out)
+    job = prepare(recipe, _say, args.out.parent / "text")
+    artifact = ptq_arm(job, args.out)
+    _say(f"PTQ arm: {artifact.path}")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from qad.arms.arm import KIND
+    from qad.artifact import open_artifact
+    from qad.recipes.job import prepare, require_dense, require_enough_text
+    from qad.recipes.recipe import load_recipe
+    from qad.training.stages import ptq_arm, trained_arm
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    if len(recipe.training.methods) > 1:
+        raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
+    method = recipe.training.methods[0]
+    ptq = args.ptq or args.out.parent / "ptq"
+    _require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
+    if args.ptq is None:
+        _require_arm_place(recipe, "ptq", ptq)
+    else:
+        open_artifact(ptq, KIND)
+    job = prepare(recipe, _say, args.out.parent / "text")
+    require_dense(job)
+    require_enough_text(job, _say)
+    if args.ptq is None:
+        ptq_arm(job, ptq)
+    artifact = trained_arm(job, method, ptq, args.out)
+    _say(f"{method.upper()} arm: {artifact.path}")
+    return 0
+
+
+def _require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:
+    """Refuse a place that cannot become what is asked, before anything is computed. apart: what it is -> folder that is only
+    read. known: of the stage's config."""
+    from qad.artifact import require_apart, require_place
+
+    require_apart(out, apart)
+    require_place(out, kind, known)
+
+
+def _require_arm_place(recipe: Recipe, arm: str, out: Path, apart: Mapping[str, Path] = MappingProxyType({})) -> None:
+    from qad.arms.arm import KIND
+    from qad.training.stages import arm_settings
+
+    source = Path(recipe.model).expanduser()
+    original = {"source model": source} if source.is_dir() else {}
+    _require_place(out, KIND, {**original, **apart}, arm_settings(recipe, arm))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from export.writer import KIND, export_arm
+    from qad.arms.arm import source_folder
+
+    apart = {"arm": args.arm, "source model": source_folder(args.arm)}
+    _require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
+    artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
+    _say(f"checkpoint: {artifact.path}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from export.convert import convert
+    from export.writer import KIND
+
+    _require_place(args.out, KIND, {"checkpoint": args.folder}, {"layout": args.layout})
+    artifact = convert(args.folder, args.layout, args.out)
+    _say(f"checkpoint: {artifact.path}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from export.check import check, to_json
+    from reports.numbers import plural
+
+    folder = _fixed(args) if args.fix else args.folder
+    findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
+    bad = [f for f in findings if f.severity == "error" or args.strict]
+    if args.json:
+        _say(json.dumps(to_json(findings), indent=1))
+    else:
+        for f in findings:
+            _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
+        _say(f"{folder}: " + (plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"))
+    return 1 if bad else 0
+
+
+def _fixed(args: argparse.Namespace) -> Path:
+    """The repaired copy; the folder itself where there was nothing to repair. Says what was done, on standard error."""
+    from export.repair import repair
+    from export.writer import KIND
+
+    _require_place(args.fix, KIND, {"checkpoint": args.folder}, {})
+    done = repair(args.folder, args.fix, args.source)
+    for line in done or [f"nothing to repair: {args.fix} was not written"]:
+        print(f"fix: {line}", file=sys.stderr)
+    return Path(args.fix if done else args.folder)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from qad.command.compare import compare_arms
+
+    artifact, text = compare_arms(
+        args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor
+    )
+    _say(f"{text}\n\ncomparison: {artifact.path}")
+    return 0
+
+
+def _gate(args: argparse.Namespace) -> int:
+    from harness.records.verdict import to_json
+    from qad.command.compare import gate
+    from reports.numbers import clean
+
+    verdict = gate(args.results, args.policy, args.arm)
+    if args.json:
+        _say(json.dumps(to_json(verdict), indent=1))
+    else:
+        _say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
+    return verdict.exit_code
+
+
+def _report(args: argparse.Namespace) -> int:
+    from qad.command.run import report_run
+
+    _say(f"report: {report_run(args.run, _say, args.policy)}")
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from harness.engines.available import availability
+
+    for engine in availability(args.python):
+        _say(f"{engine.engine:<13}{engine.text}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from qad.artifact import open_artifact
+
+    artifact = open_artifact(args.folder)
+    manifest = dict(artifact.manifest)
+    files = manifest.pop("files")
+    manifest["files"] = {"count": len(files), "bytes": sum(f["bytes"] for f in files.values())}
+    _say(json.dumps(manifest, indent=1, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

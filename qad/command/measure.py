@@ -1,0 +1,373 @@
+"""`qad measure KIND`: one parser a kind, so that --help of each shows what it takes and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qad.command import arguments
+from qad.errors import UsageError
+from qad.untrusted import mapping
+
+_Option = Callable[[argparse.ArgumentParser], None]
+_Say = Callable[[str], None]
+_TOOLS = ["vllm", "sglang", "aiperf", "guidellm", "trtllm"]
+
+
+def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
+    """The kinds of measurement as commands of `parser`. trust adds --trust-remote-code; say prints a line."""
+    kinds = parser.add_subparsers(metavar="KIND", required=True)
+
+    def kind(name: str, function: Callable[[argparse.Namespace, _Say], int], text: str, *options: _Option) -> None:
+        sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        sub.set_defaults(command=lambda args: _placed(function, args, say), kind=name)
+        for option in options:
+            option(sub)
+
+    kind("memory", _memory, "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself",
+         _folder, _common, _engine, trust)  # fmt: skip
+    kind("fidelity", _here, "distance from the BF16 teacher's distribution", _folder, _common, _fidelity, _asked, trust)
+    kind("accuracy", _here, "benchmarks through lm-evaluation-harness", _folder, _common, _accuracy, _asked, trust)
+    kind("throughput", _throughput, "prefill and decode speed in this process; with --engine or --server a server's speed",
+         _folders, _common, _engine, _load, trust)  # fmt: skip
+    kind("trtllm-bench", _bench, "speed by TensorRT-LLM's own benchmark, without a server",
+         _folders, _out, _seed, _environment, _shape, _bench_options)  # fmt: skip
+    kind("parity", _parity, "whether an engine's log-probabilities are the torch reference's",
+         _folder, _common, _engine, _prompts, trust)  # fmt: skip
+    kind("import", _import, "a load tool's result file, converted to our definitions", _result)
+
+
+# --- options ---
+
+
+def _folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=arguments.path, metavar="HF_DIR", help="BF16 or NVFP4 checkpoint folder")
+
+
+def _folders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=arguments.path, nargs="+", metavar="HF_DIR", help="several with --engine: measured in turns"
+    )
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    _out(parser)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
+    _seed(parser)
+
+
+def _seed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=arguments.unsigned, default=0, help="of samples, prompts and order (default: 0)")
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=arguments.path, required=True, metavar="FILE", help="JSON record; several folders: a folder"
+    )
+    parser.add_argument(
+        "--arm", type=arguments.text, default="custom", help="name of the arm in reports (default: custom)"
+    )
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=["transformers", "vllm", "trtllm"], help="start this engine and ask it")
+    _environment(parser)
+
+
+def _environment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON or "
+                        "QAD_TRTLLM_PYTHON, then .venv-vllm)")  # fmt: skip
+    parser.add_argument(
+        "--max-model-len", type=arguments.count, metavar="TOKENS", help="longest sequence the engine is to serve"
+    )
+    parser.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
+                        help="one argument for the engine's own command line, as --engine-option=--enforce-eager; may be "
+                        "repeated")  # fmt: skip
+
+
+def _asked(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", type=arguments.text, metavar="URL",
+                        help="ask an OpenAI server that has loaded HF_DIR; of fidelity it can tell a bound")  # fmt: skip
+    parser.add_argument("--served-model", metavar="NAME", help="the server's name of it (default: its only one)")
+    parser.add_argument(
+        "--max-model-len", type=arguments.count, metavar="TOKENS", help="the server's context, where it does not tell"
+    )
+    parser.add_argument("--noise-floor", action="store_true", help="the arm's control instead: the same weights under "
+                        "another batch size, seed and attention kernel")  # fmt: skip
+
+
+def _fidelity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original of HF_DIR (required)")
+    parser.add_argument("--other-teacher", action="store_true", help="--teacher is another model, on purpose: its records are "
+                        "compared with records of the same reference only")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        type=arguments.text,
+        default="python-docs",
+        help="python-docs, or a text or JSONL file (its test split)",
+    )
+    parser.add_argument("--tokens", type=arguments.count, default=8192, help="tokens of text (default: 8192)")
+    parser.add_argument(
+        "--seq-len", type=arguments.count, default=512, help="longest sequence, in tokens (default: 512)"
+    )
+    parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
+    parser.add_argument("--new-tokens", type=arguments.count, metavar="N", help="also write N tokens after the beginning of each "
+                        "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
+
+
+def _accuracy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", metavar="NAME", help="a shipped suite or a YAML file (default: smoke)")
+    parser.add_argument("--suite-data", metavar="DIR", help="folder of the suite's data files")
+    parser.add_argument("--tasks", type=arguments.text, help="comma-separated task names, in place of a suite")
+    parser.add_argument("--limit", type=arguments.count, help="items per task")
+    parser.add_argument("--think-end", metavar="TEXT", help="what ends a reasoning model's thinking, as </think>")
+
+
+def _load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", type=arguments.text, metavar="URL", help="a server that runs, http://HOST:PORT")
+    parser.add_argument(
+        "--server-log", type=arguments.path, metavar="FILE", help="what that server printed, to name its kernels"
+    )
+    _shape(parser)
+    parser.add_argument("--endpoint", choices=["completions", "chat"], help="default: completions")
+    parser.add_argument(
+        "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
+    )
+    parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
+    parser.add_argument("--ready-timeout", type=arguments.count, metavar="SECONDS",
+                        help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
+
+
+def _shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--concurrency", type=arguments.counts, metavar="N,N", help="default: 1,4,16")
+    parser.add_argument("--isl", type=arguments.counts, metavar="N,N", help="input tokens (default: 128)")
+    parser.add_argument("--osl", type=arguments.counts, metavar="N,N", help="output tokens (default: 128)")
+    parser.add_argument("--repeats", type=arguments.count, help="runs of every cell (default: 3)")
+    parser.add_argument(
+        "--requests", type=arguments.count, help="requests a run (default: 4 x concurrency, at least 16)"
+    )
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=["throughput", "latency"], default="throughput",
+                        help="latency: one request at a time, printed statistics alone (default: throughput)")  # fmt: skip
+    parser.add_argument("--timeout", type=arguments.count, default=3600, metavar="SECONDS",
+                        help="how long one run may take (default: 3600)")  # fmt: skip
+
+
+def _prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--new-tokens", type=arguments.count, default=32, help="tokens to generate per prompt (default: 32)"
+    )
+    parser.add_argument(
+        "--long-tokens", type=arguments.unsigned, default=0, help="length of one more prompt (default: none)"
+    )
+    parser.add_argument("--compile", action="store_true", help="let the engine compile the model")
+
+
+def _result(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=arguments.path, metavar="FILE", help="result file of a load tool")
+    _out(parser)
+    parser.add_argument(
+        "--from", dest="tool", choices=_TOOLS, help="tool that wrote it (default: told from its contents)"
+    )
+
+
+# --- kinds ---
+
+
+def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.Namespace, say: _Say) -> int:
+    _require_place(args)
+    return function(args, say)
+
+
+def _require_place(args: argparse.Namespace) -> None:
+    """Where the record goes, before hours are spent on it. Raises QadError."""
+    from qad.artifact import require_writable
+
+    given = getattr(args, "folder", [])
+    folders = given if isinstance(given, list) else [given]
+    if len(folders) > 1:
+        require_writable(args.out / "ARM" / "serving.json")
+    elif args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a folder: name the record's file, such as {args.out / args.kind}.json")
+    else:
+        _require_no_other_file(args.out)
+        require_writable(args.out)
+    for folder in folders:
+        if folder.is_dir() and folder.resolve() in (args.out.resolve(), *args.out.resolve().parents):
+            raise UsageError(f"--out {args.out} lies inside the measured folder {folder}: choose a place beside it")
+
+
+def _require_no_other_file(out: Path) -> None:
+    """An older record may be written over, an empty file too; a file of somebody else's is not."""
+    if not out.exists():
+        return
+    try:
+        text = out.read_text(encoding="utf-8")
+        record = not text or {"kind", "data"} <= {*mapping(json.loads(text))}
+    except (OSError, ValueError):
+        record = False
+    if not record:
+        raise UsageError(f"--out {out} exists and is no record: choose another file, or remove it")
+
+
+def _require_unused(args: argparse.Namespace, names: Sequence[str], remedy: str) -> None:
+    """Raises UsageError where an option was given that this measurement would pass over."""
+    given = next((name for name in names if getattr(args, name) not in (None, [])), None)
+    if given is not None:
+        option = given.removesuffix("s") if given == "engine_options" else given
+        raise UsageError(f"--{option.replace('_', '-')} {remedy}")
+
+
+_OF_ENGINE = ("python", "max_model_len", "engine_options")
+_OF_LOAD = ("server_log", "concurrency", "isl", "osl", "repeats", "requests", "endpoint", "driver", "driver_python",
+            "ready_timeout")  # fmt: skip
+
+
+def _memory(args: argparse.Namespace, say: _Say) -> int:
+    from harness.engines.available import EngineChoice
+    from harness.measure.folder import measure_folder
+
+    choice = None
+    if args.engine not in (None, "transformers"):
+        choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
+    else:
+        _require_unused(args, _OF_ENGINE, "is of an engine that is started: add --engine vllm or trtllm")
+    measure_folder(args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
+                   choice=choice)  # fmt: skip
+    say(f"record: {args.out}")
+    return 0
+
+
+def _here(args: argparse.Namespace, say: _Say) -> int:
+    """Fidelity and accuracy."""
+    from harness.accuracy.section import ServerChoice
+    from harness.measure.folder import measure_folder
+    from qad.recipes.recipe import parse_section
+
+    if not args.server:
+        _require_unused(args, ("served_model", "max_model_len"), "is of a server: add --server URL")
+    section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
+    server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
+    measure_folder(args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
+                   teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server,
+                   other_teacher=getattr(args, "other_teacher", False), say=say)  # fmt: skip
+    say(f"record: {args.out}")
+    return 0
+
+
+def _fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
+    return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, "per_layer": args.per_layer,
+            "new_tokens": args.new_tokens}  # fmt: skip
+
+
+def _accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
+    if args.tasks and args.suite:
+        raise UsageError("--tasks and --suite: give one of them")
+    asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}
+    return {**asked, "suite_data": args.suite_data, "limit": args.limit, "think_end": args.think_end}
+
+
+def _require_log(args: argparse.Namespace) -> None:
+    """A running server's log is read by the engine's rules. Raises UsageError."""
+    if args.server_log is None:
+        return
+    if not args.server or args.engine in (None, "transformers"):
+        raise UsageError("--server-log is of a running vllm or trtllm: add --server URL and --engine")
+    if not args.server_log.is_file():
+        raise UsageError(f"--server-log {args.server_log} is no file: give what the server printed")
+
+
+def _throughput(args: argparse.Namespace, say: _Say) -> int:
+    from harness.measure.folder import measure_folder
+    from qad.recipes.recipe import parse_section
+
+    if not args.server and args.engine in (None, "transformers"):
+        if len(args.folder) > 1:
+            raise UsageError(
+                f"{len(args.folder)} folders are measured in turns by --engine vllm or trtllm; give one here"
+            )
+        _require_unused(args, (*_OF_ENGINE, *_OF_LOAD), "is of a server's speed: add --engine vllm or --server URL")
+        section = parse_section("throughput", {})
+        measure_folder(args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
+                       seed=args.seed)  # fmt: skip
+        say(f"record: {args.out}")
+        return 0
+    from harness.measure.throughput import Serving, measure_served
+    from harness.serving.sweep import Plan
+
+    if args.server:
+        _require_unused(
+            args, ("python", "engine_options", "ready_timeout"), "is of an engine that is started: leave out --server"
+        )
+    _require_log(args)
+    plan = Plan(args.concurrency or [1, 4, 16], args.isl or [128], args.osl or [128], args.repeats or 3, args.requests,
+                args.endpoint or "completions", args.seed)  # fmt: skip
+    serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
+                      args.server_log, args.driver, args.driver_python, float(args.ready_timeout or 600))  # fmt: skip
+    return measure_served(args.folder, _arms(args), args.out, plan, serving, say)
+
+
+def _bench(args: argparse.Namespace, say: _Say) -> int:
+    from harness.engines.environment import engine_python
+    from harness.measure.throughput import measure_benched
+    from harness.serving.offline import Offline
+    from harness.serving.sweep import Plan
+
+    concurrency = args.concurrency or ([1] if args.mode == "latency" else [1, 4, 16])
+    plan = Plan(concurrency, args.isl or [128], args.osl or [128], args.repeats or 3, args.requests, seed=args.seed)
+    offline = Offline(engine_python("trtllm", args.python), args.mode, args.max_model_len, tuple(args.engine_options),
+                      float(args.timeout))  # fmt: skip
+    return measure_benched(args.folder, _arms(args), args.out, plan, offline, say)
+
+
+def _arms(args: argparse.Namespace) -> list[str]:
+    from harness.records.record import ARMS
+
+    named = args.arm != "custom" or len(args.folder) == 1
+    return args.arm.split(",") if named else list(ARMS[: len(args.folder)])
+
+
+def _import(args: argparse.Namespace, say: _Say) -> int:
+    from harness.measure.throughput import import_served
+
+    return import_served(args.file, args.tool, args.arm, args.out, say)
+
+
+def _parity(args: argparse.Namespace, say: _Say) -> int:
+    from export.convert import convert
+    from harness.measure.parity import measure_parity
+
+    _require_unused(
+        args, ("max_model_len", "engine_options"), "is not parity's to give: it starts the engine as it has to be asked"
+    )
+    if args.new_tokens < 1 or args.long_tokens < 0:
+        raise UsageError(
+            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
+        )
+    data = measure_parity(
+        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
+        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
+        convert=lambda folder, place: convert(folder, "modelopt", place).path,
+    )  # fmt: skip
+    for line in data.failures:
+        say(f"parity: {line}")
+    equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
+    agree = sum(p.max_difference is not None and p.max_difference <= data.tolerance for p in data.prompts)
+    say(f"parity {'holds' if data.holds else 'fails'}: {agree} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
+        f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    tied = [p for p in data.prompts if p.ties is not None]
+    if tied:
+        untied = max(p.untied_difference or 0.0 for p in tied)
+        say(f"  {sum(p.ties or 0 for p in tied)} blocks of activations lay on the edge between two codes and were decided as the "
+            f"engine did; without that, log-probabilities part by up to {untied:.2g} nats")  # fmt: skip
+    for p in data.prompts:
+        if p.floor_kl is not None:
+            say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
+                f"the reference against itself in a finer dtype {p.floor_kl:.2g}")  # fmt: skip
+    say(f"record: {args.out}")
+    return 0 if data.holds else 1

@@ -1,0 +1,93 @@
+"""What a recipe would do, before it is done: what is quantized, which text, how many steps, how much memory and disk.
+
+Bytes are sums over tensors that are known to exist; activations of the forward pass are not among them and are said to be
+missing. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from qad.command.preflight import require_measurable
+from qad.numerics.formats import FP8
+from qad.recipes.job import Job, prepare, require_dense, require_enough_text
+from qad.recipes.recipe import Recipe, Train
+from qad.recipes.trainable import trainable_names
+from qad.text.data import Generations
+
+_WIDTH = {"float32": 4, "bfloat16": 2}
+_CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/test_chunked.py)
+
+
+def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
+    job = prepare(recipe, say)
+    train = recipe.train
+    if train:
+        require_dense(job)
+    require_measurable(job)
+    sources = [recipe.calibrate.data] if recipe.calibrate else []
+    sources += [train.data, train.validation_data or train.data] if train else []
+    if any(isinstance(part, Generations) for data in sources for part in data.root):
+        say("text   is partly the teacher's own, which the run writes first")
+    else:
+        require_enough_text(job, say)
+    for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
+        say(line)
+
+
+def _training(train: Train) -> Iterator[str]:
+    rate = f"learning rate {train.lr:g} {train.schedule}, {train.warmup_steps} warm-up steps"
+    for method in train.methods:
+        loss = "cross-entropy" if method == "qat" else train.loss
+        yield (
+            f"train  {method}: {loss}, {train.steps:,} steps of {train.tokens_per_step:,} tokens = {train.tokens_used:,} tokens, "
+            f"{rate}"
+        )
+
+
+def _memory(job: Job, train: Train) -> Iterator[str]:
+    """Peak of training, by what takes it."""
+    names = list(_parameters(job))
+    trainable = trainable_names(train, names, job.selection.modules)
+    everything = sum(_parameters(job).values())
+    trained = sum(size for name, size in _parameters(job).items() if name in trainable)
+    teacher = sum(math.prod(info.shape) for info in job.teacher.tensors.values())
+    moments = 2 if train.optimizer == "adamw8bit" else 8
+    parts = {
+        "student": everything * _WIDTH[job.dtype],
+        "FP32 masters": everything * 4,
+        "gradients": trained * 4,
+        "moments": trained * moments,
+        "teacher": teacher * _WIDTH[job.dtype],
+        "logits of a chunk": _CHUNK_TENSORS * min(train.chunk, train.tokens_per_step) * job.shared_ids * 4,
+    }
+    listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
+    yield f"memory {_gigabytes(sum(parts.values()))} and activations: {listed}"
+
+
+def _disk(job: Job) -> Iterator[str]:
+    parameters = _parameters(job)
+    weights = {module: n * k for module, (n, k) in job.selection.modules.items()}
+    quantized = sum(
+        size if job.selection.format_of(module) == FP8 else size // 2 + size // 16 for module, size in weights.items()
+    )
+    rest = sum(size for name, size in parameters.items() if name.rpartition(".")[0] not in job.selection.modules)
+    checkpoint = quantized + 2 * rest
+    total = sum(parameters.values())
+    smaller = f"{2 * total / checkpoint:.2f}x smaller than {_gigabytes(2 * total)} in BF16"
+    trained = (
+        f", trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
+    )
+    yield f"disk   checkpoint {_gigabytes(checkpoint)} ({smaller}){trained if job.recipe.train else ''}"
+
+
+def _parameters(job: Job) -> dict[str, int]:
+    """Elements by name, a tied head once."""
+    tied = {"lm_head.weight"} if job.source.tied_embeddings else set()
+    return {name: math.prod(info.shape) for name, info in job.source.tensors.items() if name not in tied}
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

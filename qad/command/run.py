@@ -1,0 +1,205 @@
+"""`qad run`: from a BF16 model to a recovery report, one folder, every step skipped that is finished and unchanged.
+
+RUN/recipe.yaml                         the resolved recipe
+RUN/text/ROLE                           what the teacher wrote, where the recipe asks for it
+RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
+RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
+RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
+RUN/report/{report.html,report.md,report.json,tables/*}
+RUN/metrics.jsonl                       grows while training
+RUN/teacher_cache                       the teacher's distributions, where train.teacher_cache asks for it
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from harness.measure.arms import Measuring
+from qad.artifact import MANIFEST, open_artifact, replace_card, require_writable
+from qad.command.preflight import require_measurable
+from qad.command.tracking import Tracker, tracking
+from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
+from qad.numerics.compiled import compilation
+from qad.recipes.job import Job, prepare, require_dense, require_enough_text
+from qad.recipes.recipe import Recipe
+from qad.training.stages import METRICS, bf16_arm, ptq_arm, trained_arm
+
+if TYPE_CHECKING:
+    from harness.records.comparison import Comparison
+    from harness.records.record import Record
+
+DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
+
+
+class Stopwatch:
+    """Says which stage runs and, at the end, how long each took; a reused one took no time."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> Stopwatch:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._say(f"== {self._name}")
+        self._started = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds[self._name] = time.monotonic() - self._started
+
+    def lines(self) -> list[str]:
+        width = max(map(len, self.seconds))
+        rows = [f"{name:<{width}}  {_minutes(seconds)}" for name, seconds in self.seconds.items()]
+        return [*rows, f"{'total':<{width}}  {_minutes(sum(self.seconds.values()))}"]
+
+
+def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
+    """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
+    with tracking(recipe, out.name) as tracker:
+        return _run(recipe, out, say, tracker)
+
+
+def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker) -> Path:
+    clock = Stopwatch(say)
+    with clock("prepare"):
+        _require_run_folder(out)
+        job = prepare(recipe, say, out / "text")
+        if recipe.train:
+            require_dense(job)
+        require_measurable(job, out)
+        _claim(job, out)
+        require_enough_text(job, say)
+        measuring = Measuring(job, out, say)
+    arms, exports = out / "arms", out / "export"
+    with clock("arm bf16"):
+        bf16_arm(job, arms / "bf16", replace=True)
+    with clock("arm ptq (calibrate)"):
+        ptq_arm(job, arms / "ptq", replace=True)
+    for method in recipe.methods:
+        with clock(f"arm {method} (train)"):
+            trained_arm(
+                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True,
+                watch=functools.partial(tracker.log, method),
+            )  # fmt: skip
+    for name in ("ptq", *recipe.methods):
+        with clock(f"export {name}"):
+            export(job, arms / name, exports / name, say)
+    with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
+        kinds = ["memory", "fidelity", "accuracy", "throughput"] + ["noise_floor"] * recipe.measure.noise_floor
+        for kind in kinds:
+            with clock(f"measure {kind}"):
+                getattr(measuring, kind)()
+    with clock("report"):
+        report = report_run(out, say, tracker=tracker)
+    for line in clock.lines():
+        say(line)
+    say(f"report: {report}")
+    return report
+
+
+def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Export an arm and check the folder that came out. Raises BrokenCheckpointError where the checker refuses it."""
+    from export.check import check
+    from export.writer import export_arm
+
+    export_arm(arm, out, layout=job.recipe.export.layout, shard_size=job.recipe.export.shard_size, replace=True)
+    findings = check(out)
+    for finding in findings:
+        say(f"{finding.severity}: {finding.rule} {finding.module}: {finding.message}")
+    if any(finding.severity == "error" for finding in findings):
+        raise BrokenCheckpointError(f"{out} did not pass its own check: this is a defect of the exporter")
+
+
+def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
+    """Compare the records of a run folder, judge them and render its report; print table and verdict."""
+    from harness.compare.policy import load_policy
+    from harness.compare.recovery import compare
+    from harness.measure.accepted import require_own
+    from qad.command.compare import noise_lines, verdict_on
+    from reports.load import load_records
+    from reports.numbers import clean
+    from reports.render import render
+    from reports.rows import numbers_by_name
+    from reports.sections.tables import summary_text
+
+    rules = load_policy(policy)
+    every = load_records(out)
+    if not every:
+        raise ArtifactError(
+            f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
+        )
+    require_own(out)
+    comparison = compare(every)
+    records = [record for record in every if record.control is None]
+    verdict = verdict_on(comparison, rules)
+    try:
+        paths = render(out, comparison, every, verdict)
+        _complete_cards(out, comparison, records)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
+        ) from error
+    for line in (summary_text(comparison, records), *noise_lines(comparison)):
+        say(line)
+    if tracker:
+        tracker.log("report", numbers_by_name(comparison))
+    if verdict:
+        say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
+    return next(path for path in paths if path.suffix == ".html")
+
+
+def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:
+    """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub."""
+    from export.card import name_of, with_recovery
+    from reports.card import recovery_table
+    from reports.hub import model_index
+
+    for arm in comparison.arms:
+        table, folder = recovery_table(comparison, records, arm), out / "export" / arm
+        card = folder / "README.md"
+        if table is None or not card.is_file() or not (folder / MANIFEST).is_file():
+            continue
+        before = card.read_text(encoding="utf-8")
+        after = with_recovery(before, table, model_index(comparison, arm, name_of(before)))
+        if after != before:
+            replace_card(folder, after)
+
+
+def _log(method: str) -> str:
+    """metrics.jsonl is QAD's; another method's stands beside it under its name."""
+    return METRICS if method == "qad" else f"metrics-{method}.jsonl"
+
+
+def _require_run_folder(out: Path) -> None:
+    """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
+    if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
+        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
+        if not out.is_dir() or {path.name for path in out.iterdir()} - early:
+            raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
+    require_writable(out / "recipe.yaml" if out.is_dir() else out)
+
+
+def _claim(job: Job, out: Path) -> None:
+    """One run folder, one model. Settings may change between runs; then the changed stages run again."""
+    bf16 = out / "arms" / "bf16"
+    if bf16.is_dir():
+        found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
+        if found != job.source.digest:
+            raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    aside = out / "recipe.yaml.partial"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(out / "recipe.yaml")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60:>3d} min {int(seconds) % 60:02d} s"

@@ -1,0 +1,1 @@
+"""The model's side: sources, loaders, families, experts, streaming."""

@@ -1,0 +1,134 @@
+"""Load a transformers causal LM: whole, as a meta-device skeleton, and its tokenizer.
+
+Code that a folder brings along (*.py, named by `auto_map`) is run only inside `remote_code(True)`, which is what
+--trust-remote-code is: a decision of who runs the command, so that no recipe and no folder can make it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from qad.errors import SourceError
+from qad.model.experts import split_experts
+from qad.model.source import Checkpoint
+from qad.numerics.widened import multiplies_bfloat16
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_UNLOADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+    StrictDataclassError,
+)  # by transformers
+
+_trusted = False
+
+
+@contextmanager
+def remote_code(trusted: bool) -> Iterator[None]:
+    """Within the block, code of the folders that are loaded is run, or not."""
+    global _trusted
+    before, _trusted = _trusted, trusted
+    try:
+        yield
+    finally:
+        _trusted = before
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` -> bfloat16 where the hardware multiplies BF16 natively, else float32 (seven times faster on AVX2)."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if multiplies_bfloat16(device) else "float32"
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(source: Checkpoint, dtype: str, device: str, attention: str | None = None) -> Any:
+    """The model in eval mode, without gradients, on `device`, its parameters in `dtype`, its experts split (qad.model.experts).
+    attention: transformers' name of an attention kernel, None for its choice.
+
+    Raises SourceError where transformers does not know the architecture or a weight is missing.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted,
+            attn_implementation=attention,
+        )  # fmt: skip
+    except _UNLOADABLE as error:
+        raise SourceError(f"transformers cannot load {source.folder}: {_reason(error, source.folder)}") from error
+    if report["missing_keys"] or report.get("mismatched_keys"):
+        missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
+        raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
+    split_experts(model)
+    return model.to(device).requires_grad_(False).eval()
+
+
+def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
+    """The model's modules on the meta device: names and shapes, no weights, no time. dtype: but buffers on the CPU, those that
+    are computed, such as rotary frequencies, with the values they have in the model loaded in that dtype."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
+        with _weightless() if dtype else torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=_trusted, **({"dtype": DTYPES[dtype]} if dtype else {})
+            )
+    except _UNLOADABLE as error:
+        reason = _reason(error, source.folder)
+        raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
+    split_experts(model)
+    return model
+
+
+@contextmanager
+def _weightless() -> Iterator[None]:
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        yield
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
+    except _UNLOADABLE as error:
+        raise SourceError(
+            f"tokenizer of {folder} cannot be loaded ({_reason(error, folder)}): copy the model's own files there again"
+        ) from error
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """One line; where the folder brings code that was not run, what to do."""
+    text = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    if not _trusted and any(_brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
+        return f"it brings code of its own, which is not run: read its *.py files, then give --trust-remote-code ({reason})"
+    return reason
+
+
+def _brings_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -1,0 +1,266 @@
+"""The BF16 model a run starts from: a Hugging Face folder with safetensors, opened by its headers.
+
+Nothing is written to the source and no tensor is read before it is asked for. A hub name is resolved to its
+local snapshot first. Everything that cannot work is refused here, before hours are spent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qad.artifact import digest_of, sha256_file
+from qad.errors import SourceError
+
+_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
+             "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
+             "additional_chat_templates/*"]  # fmt: skip
+HEAD = "lm_head.weight"
+DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. dtype in safetensors' words: BF16, F16, F32, F8_E4M3, U8 ..."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model folder: config.json, tensors by name in a stable order, and the name people call it by."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, memory-mapped, in its stored dtype."""
+        with safe_open(self.tensors[name].file, framework="pt") as file:
+            return file.get_tensor(name)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identity of config, weights and tokenizer by content."""
+        names = {"config.json", *_TOKENIZER_FILES, "chat_template.jinja", "generation_config.json"}
+        files = {info.file for info in self.tensors.values()} | {self.folder / name for name in names}
+        found = sorted(f for f in files if f.is_file())
+        with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds the interpreter
+            return digest_of({f.name: digest for f, digest in zip(found, pool.map(_hash, found), strict=True)})
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """Front matter of the folder's README.md (model_name, base_model, license ...), empty where there is none."""
+        readme = self.folder / "README.md"
+        if not readme.is_file():
+            return {}
+        match = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        if not match:
+            return {}
+        import yaml
+
+        try:
+            front = yaml.safe_load(match[1])
+        except yaml.YAMLError:
+            return {}
+        return front if isinstance(front, dict) else {}
+
+    @property
+    def display_name(self) -> str:
+        """The card's model_name, else the folder's name."""
+        name = self.card.get("model_name")
+        return str(name) if name else _snapshot_name(self.folder)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Head and embedding are one weight; a head that is stored all the same is not used."""
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    @property
+    def embedding(self) -> str | None:
+        """Name of the embedding's weight, None where it has none of the usual ones."""
+        return next((name for name in self.tensors if name.endswith(_EMBEDDINGS)), None)
+
+
+def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Checkpoint:
+    """Open a local folder or a hub name. Raises SourceError with the remedy for anything that is not a whole BF16,
+    FP16 or FP32 causal language model in safetensors with its tokenizer."""
+    folder = _resolve(str(model))
+    config = _config(folder)
+    if not allow_quantized and config.get("quantization_config"):
+        block = config["quantization_config"]
+        method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
+        raise SourceError(f"{folder} is already quantized ({method}): start from the BF16 original it was made from")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES[:3]):
+        raise SourceError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}): copy the model's own there")
+    tensors = _tensors(folder)
+    if not allow_quantized:
+        odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
+        if odd:
+            raise SourceError(
+                f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original"
+            )
+    checkpoint = Checkpoint(folder, config, tensors)
+    if not allow_quantized:
+        _require_one_head(checkpoint)
+    return checkpoint
+
+
+def _require_one_head(checkpoint: Checkpoint) -> None:
+    """transformers silently unties a stored head that differs from the embedding; then nobody knows what is meant."""
+    embedding = checkpoint.embedding
+    if not checkpoint.tied_embeddings or HEAD not in checkpoint.tensors or embedding is None:
+        return
+    if not torch.equal(checkpoint.get(HEAD), checkpoint.get(embedding)):
+        raise SourceError(
+            f"{checkpoint.folder}: config.json says head and embedding are tied, but {HEAD} differs from {embedding}: "
+            "set tie_word_embeddings to false, or remove lm_head.weight"
+        )
+
+
+def _resolve(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        raise SourceError(f"model {model} is a file: give the folder that holds config.json and *.safetensors")
+    if path == Path(DEMO_FOLDER):
+        raise SourceError(
+            f"model folder {model} does not exist yet: `make demo` makes it, as does python -m qad.command.demo_model {model}"
+        )
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.count("/") != 1 or model.startswith("."):
+        raise SourceError(f"model folder {model} does not exist: check the path (a hub name has the form owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOAD))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SourceError(
+            f"model {model} is neither a local folder nor could it be fetched from the hub ({reason}): "
+            "check the name, log in with `hf auth login`, or give a local folder"
+        ) from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if (folder / "adapter_config.json").is_file():
+        raise SourceError(f"{folder} is an adapter, not a model: merge it first (peft `merge_and_unload`)")
+    path = folder / "config.json"
+    if not path.is_file():
+        if any(folder.glob("*.gguf")):
+            raise SourceError(f"{folder} holds GGUF only: convert it with transformers (GgufConfig(dequantize=True))")
+        raise SourceError(f"{folder} has no config.json: give a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON ({error}): fetch the file again") from error
+    if not isinstance(config, dict):
+        raise SourceError(f"{path} is not a JSON object: fetch the file again")
+    architectures = config.get("architectures") or []
+    if not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in architectures
+    ):
+        raise SourceError(
+            f"{folder} is not a causal language model (architectures {architectures or 'missing'}): "
+            "QAD distils next-token distributions"
+        )
+    return config
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _indexed(folder, index_path)
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        hint = f" It holds {pickles[0]}: save it with save_pretrained first; pickle is not read." if pickles else ""
+        if any(folder.glob("*.gguf")):
+            hint = " It holds GGUF: convert it with transformers (GgufConfig(dequantize=True))."
+        raise SourceError(f"{folder} has no *.safetensors weights.{hint or ' Is the download complete?'}")
+    if len(files) > 1:
+        raise SourceError(f"{folder} has {len(files)} safetensors files but no {index_path.name}: fetch the index too")
+    return _header(files[0])
+
+
+def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
+    try:
+        weight_map = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{index_path} is not a safetensors index ({error}): fetch the file again") from error
+    odd = next((shard for shard in weight_map.values() if not isinstance(shard, str)), None)
+    if odd is not None:
+        raise SourceError(f"{index_path} names {odd!r} as a file: fetch the file again")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise SourceError(f"{index_path} points outside its folder ({shard}): the checkpoint is not trustworthy")
+        if not (folder / shard).is_file():
+            raise SourceError(f"{folder} lacks {shard}, which its index lists: the download is incomplete, resume it")
+        headers[shard] = _header(folder / shard)
+    _require_agreement(index_path, weight_map, headers)
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _require_agreement(index_path: Path, weight_map: dict[str, str], headers: dict[str, dict[str, TensorInfo]]) -> None:
+    """Index and shards hold the same, each tensor once; what is read then does not depend on the reader."""
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise SourceError(f"{index_path} says {name} is in {shard}, but it is not: fetch index and shards again")
+    for shard, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != shard:
+                listed = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
+                raise SourceError(f"{shard} holds {name}, but {index_path} {listed}: fetch index and shards again")
+    single = index_path.with_name("model.safetensors")
+    if single.name not in headers and single.is_file():
+        raise SourceError(
+            f"{single} lies beside an index that does not list it, and transformers would read it instead: remove the one "
+            "that is stale"
+        )
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: TensorInfo(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{path} cannot be read ({error}): the download is incomplete or damaged") from error
+
+
+def _hash(path: Path) -> str:
+    """A hub cache names its blobs by their sha256; elsewhere the bytes are read."""
+    blob = path.resolve().name
+    if re.fullmatch(r"[0-9a-f]{64}", blob):
+        return blob
+    stat = path.stat()
+    return _hash_once(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _hash_once(path: Path, size: int, modified: int) -> str:
+    """Several arms of one run open the same source: its bytes are read once while size and modification time stay."""
+    return sha256_file(path)
+
+
+def _snapshot_name(folder: Path) -> str:
+    """`models--owner--name/snapshots/REVISION` of the hub cache -> owner/name; else the folder's own name."""
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name

@@ -1,0 +1,1 @@
+"""The numerics: formats, rounding, scales, groups, the quantized Linear."""

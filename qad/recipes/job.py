@@ -1,0 +1,211 @@
+"""A recipe with everything it names found and checked: what can be wrong is found in `prepare`, before hours are spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qad.arms.kv_cache import CALIBRATES, CAST, attentions
+from qad.arms.selection import Selection, describe, select
+from qad.errors import DataError, SourceError, UsageError
+from qad.model.families import experts_of
+from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
+from qad.model.source import Checkpoint, open_checkpoint
+from qad.recipes.recipe import Recipe
+from qad.recipes.trainable import check_patterns
+from qad.text.data import Data, Generations
+from qad.text.documents import Part, require_disjoint
+from qad.text.generate import TeacherText
+from qad.text.packing import MINIMUM, Windows, pack
+from qad.text.sources import Need, Reader, require_readable
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A recipe with everything it names found and checked; nothing has been computed yet."""
+
+    recipe: Recipe
+    source: Checkpoint
+    selection: Selection
+    tokenizer: Any
+    device: str
+    dtype: str
+    teacher: Checkpoint  # the source, unless the recipe names a larger one
+    shared_ids: int  # how many ids of the vocabulary student and teacher compare
+    text_folder: Path | None = None
+
+    @functools.cached_property
+    def text(self) -> dict[str, list[Part]]:
+        """The documents of every role. What the BF16 original is to write is written here, into text_folder."""
+        recipe, written = self.recipe, None
+        if self.text_folder is not None:
+            load = functools.partial(load_model, self.source, self.dtype, self.device)
+            written = TeacherText(self.source, self.tokenizer, recipe.seed, self.text_folder, load, self.dtype)
+        reader = Reader(self.tokenizer, recipe.seed, written)
+        text = {need.role: reader.parts(data, need) for data, need in _needs(recipe)}
+        require_disjoint(text)
+        return text
+
+    @property
+    def compute(self) -> dict[str, Any]:
+        """What every computed stage depends on beside its own section."""
+        return {"seed": self.recipe.seed, "dtype": self.dtype, "device": self.device}
+
+    @property
+    def train_seed(self) -> int:
+        """Of the order of the training text."""
+        seed = self.recipe.training.seed
+        return self.recipe.seed if seed is None else seed
+
+    def calibration_windows(self) -> Windows | None:
+        """None where the recipe calibrates nothing."""
+        section = self.recipe.calibrate
+        if section is None:
+            return None
+        return pack(
+            self.text["calibration"], self.tokenizer, section.samples, section.seq_len, self.recipe.seed, "calibration"
+        )
+
+    def train_windows(self) -> Windows:
+        section = self.recipe.training
+        return pack(
+            self.text["train"], self.tokenizer, section.windows, section.seq_len, self.train_seed, "training",
+            section.loss_on,
+        )  # fmt: skip
+
+    def validation_windows(self) -> Windows:
+        section = self.recipe.training
+        windows = section.validation_windows
+        return pack(
+            self.text["validation"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "validation",
+            section.loss_on,
+        )  # fmt: skip
+
+
+def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text_folder: Path | None = None) -> Job:
+    """Find and check everything a recipe names, and say what will be quantized. text_folder: where a teacher's generations are
+    kept; what they cost is spent when `Job.text` is first asked for. Raises QadError."""
+    source = open_checkpoint(recipe.model)
+    tokenizer = load_tokenizer(source.folder)
+    section = recipe.quantize
+    skeleton = load_skeleton(source)
+    selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
+    _require_tensors(source, selection)
+    _check_kv_cache(section.kv_cache, skeleton)
+    if recipe.train:
+        check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
+        if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
+            raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
+    device = default_device()
+    dtype = resolve_dtype(recipe.dtype, device)
+    say(f"model  {source.display_name}")
+    for line in describe(selection):
+        say(f"       {line}")
+    say(f"       computed in {dtype} on {device}")
+    teacher, shared = _teacher(recipe, source, tokenizer, skeleton)
+    if teacher is not source:
+        say(f"       learns from {teacher.display_name}, {shared:,} shared ids")
+    job = Job(recipe, source, selection, tokenizer, device, dtype, teacher, shared, text_folder)
+    if any(isinstance(part, Generations) for data, _ in _needs(recipe) for part in data.root):
+        for data, need in _needs(recipe):
+            require_readable(data, need.role)
+    else:
+        _ = job.text
+    return job
+
+
+def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:
+    """The teacher's checkpoint and the number of ids that it shares with the student."""
+    size = skeleton.get_output_embeddings().weight.shape[0]
+    if recipe.train is None or recipe.train.teacher is None:
+        return source, size
+    teacher = open_checkpoint(recipe.train.teacher)
+    other = load_skeleton(teacher).get_output_embeddings().weight.shape[0]
+    return teacher, shared_vocabulary(tokenizer, load_tokenizer(teacher.folder), size, other)
+
+
+def _needs(recipe: Recipe) -> list[tuple[Data, Need]]:
+    """The text of each role, and how much of it."""
+    calibrate, train, fidelity = recipe.calibrate, recipe.train, recipe.measure.fidelity
+    needs = []
+    if calibrate:
+        needs.append((calibrate.data, Need("calibration", calibrate.samples * calibrate.seq_len)))
+    if train:
+        needs.append((train.data, Need("train", train.windows * train.seq_len)))
+        validation = train.validation_data or train.data
+        needs.append((validation, Need("validation", train.validation_windows * train.seq_len)))
+    if fidelity:
+        needs.append((fidelity.data, Need("test", fidelity.tokens, fidelity.seq_len, min(MINIMUM, fidelity.seq_len))))
+    return needs
+
+
+def _require_tensors(source: Checkpoint, selection: Selection) -> None:
+    for name, (n, k) in selection.modules.items():
+        info = source.tensors.get(f"{name}.weight")
+        if info is None:
+            raise SourceError(f"{source.folder} has no tensor {name}.weight, which its architecture asks for")
+        if info.shape != (n, k):
+            raise SourceError(
+                f"{name}.weight has shape {info.shape}, config.json asks for {(n, k)}: files do not belong together"
+            )
+
+
+def _check_kv_cache(policy: str, skeleton: Any) -> None:
+    if policy == CAST:
+        warnings.warn(
+            "quantize.kv_cache is cast: no scales are written, the engine uses 1.0 and cuts K and V off at 448; `calibrated` "
+            "measures them",
+            stacklevel=2,
+        )
+    if policy in CALIBRATES:
+        attentions(skeleton)
+
+
+def require_dense(job: Job) -> None:
+    """Raises UsageError for a mixture of experts, which can be quantized and exported, but not trained yet."""
+    experts = next((name for name in job.source.tensors if experts_of(name)), None)
+    if experts:
+        raise UsageError(
+            f"{job.source.display_name} is a mixture of experts ({experts}): it cannot be trained yet; leave train out "
+            "of the recipe (--set train=null) to quantize it without"
+        )
+
+
+def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[str, int]:
+    """Pack every role once, so that a text too short is found before the first stage, and say what it holds. Returns tokens
+    by role."""
+    calibration = job.calibration_windows()
+    windows = {"calibration": calibration} if calibration else {}
+    if job.recipe.train:
+        windows |= {"train": job.train_windows(), "validation": job.validation_windows()}
+    for role, packed in windows.items():
+        sources = ", ".join(f"{tokens:,} of {name}" for name, tokens in packed.sources.items())
+        counted = (
+            f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
+        )
+        say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}")
+    return {role: packed.tokens for role, packed in windows.items()}
+
+
+def shared_vocabulary(student: Any, teacher: Any, student_size: int, teacher_size: int) -> int:
+    """How many ids, from 0 on, student and teacher compare: all where their heads are of one size; where padding made
+    them differ, those that the tokenizers know. student, teacher: tokenizers.
+
+    Raises DataError where one id means two different tokens.
+    """
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    ids: dict[int, str] = {index: token for token, index in theirs.items()}
+    for token, index in ours.items():
+        other = ids.get(index, token)
+        if other != token or theirs.get(token, index) != index:
+            raise DataError(
+                f"id {index} is {token!r} for the student and {other!r} for the teacher: a teacher needs the student's "
+                "tokenizer"
+            )
+    if student_size == teacher_size:
+        return student_size
+    return min(max(ours.values()) + 1, max(theirs.values()) + 1, student_size, teacher_size)

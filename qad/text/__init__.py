@@ -1,0 +1,1 @@
+"""Text: sources, documents, chat templates, packing, the teacher's generations."""

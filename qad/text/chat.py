@@ -1,0 +1,140 @@
+"""Conversations through the tokenizer's own chat template, and which of their tokens the assistant says.
+
+Where the template marks them ({% generation %}), the marks count. Where it does not, every assistant turn is found by rendering
+prefixes of the conversation,
+
+    whole      = render(all messages)
+    before_i   = render(messages before turn i, with the generation prompt)
+    upto_i     = render(messages up to and including turn i)
+
+and the turn's span is [len(before_i), len(upto_i)), which is only true where before_i begins upto_i and upto_i begins whole.
+Templates for which it is not (they drop earlier thinking, say) are refused, never guessed. White space that ends a span is not
+supervised; the end-of-turn token before it is: without it the model would not learn to stop.
+
+Spans are characters; a fast tokenizer's offsets map them to tokens. The template writes BOS where the model wants one, so
+the tokenizer adds none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from qad.errors import DataError
+from qad.text.documents import Message
+
+_MARKED = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
+Span = tuple[int, int]
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message], where: str, *, answer: bool = False) -> list[int]:
+    """Token ids of a conversation; with `answer`, followed by the generation prompt, so that a model answers next."""
+    text = render(tokenizer, messages, where, generation_prompt=answer)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def encode_supervised(tokenizer: Any, messages: Sequence[Message], where: str) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation, and for each whether the assistant says it.
+
+    Raises DataError where that cannot be told: a slow tokenizer, or a template without marks whose renderings of a growing
+    conversation do not continue each other.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{where}: {type(tokenizer).__name__} has no character offsets, which the assistant's tokens are found by: "
+            "use a fast tokenizer (tokenizer.json) or train.loss_on: all"
+        )
+    template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+    if _MARKED.search(template):
+        text, spans = _marked(tokenizer, template, messages, where)
+    else:
+        text = render(tokenizer, messages, where)
+        spans = _prefix_spans(tokenizer, text, messages, where)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], _inside(encoded["offset_mapping"], spans)
+
+
+def render(tokenizer: Any, messages: Sequence[Message], where: str, *, generation_prompt: bool = False) -> str:
+    """The conversation as text. Raises DataError where the tokenizer has no template or the template refuses it."""
+    if not tokenizer.chat_template:
+        raise DataError(f"{where}: the model's tokenizer has no chat template: use text, or a model that has one")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        raise _refused(error, where) from error
+    return text
+
+
+def _marked(tokenizer: Any, template: str, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
+    """Text and spans by the template's marks. Where they leave the end-of-turn out, it is taken in: it is what follows the
+    last assistant turn when nothing comes after that turn."""
+    text, marks = _render_marks(tokenizer, template, messages, where)
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None or not marks:
+        return text, []
+    ending, ended = _render_marks(tokenizer, template, messages[: last + 1], where)
+    end_of_turn = ending[ended[-1][1] :].rstrip() if ended else ""
+    spans = []
+    for start, stop in marks:
+        stop += len(end_of_turn) if text.startswith(end_of_turn, stop) else 0
+        spans.append((start, start + len(text[start:stop].rstrip())))
+    return text, spans
+
+
+def _render_marks(tokenizer: Any, template: str, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        texts, marks = render_jinja_template(
+            conversations=[[dict(message) for message in messages]], chat_template=template,
+            return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+        )  # fmt: skip
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        raise _refused(error, where) from error
+    return texts[0], [(start, stop) for start, stop in marks[0]]
+
+
+def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where: str) -> list[Span]:
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if i == 0:
+            raise DataError(
+                f"{where}: the conversation begins with the assistant, so nothing tells where its turn starts"
+            )
+        before = render(tokenizer, messages[:i], where, generation_prompt=True)
+        upto = render(tokenizer, messages[: i + 1], where)
+        if not upto.startswith(before) or not whole.startswith(upto):
+            raise DataError(
+                f"{where}: the chat template renders message {i + 1} differently once more follows (it drops earlier "
+                "thinking, or its generation prompt is not what precedes an answer), so the assistant's tokens cannot be "
+                "told: give conversations of one answer, a template with {% generation %} marks, or train.loss_on: all"
+            )
+        answer = str(message.get("content") or "").strip()
+        silent = before == render(tokenizer, messages[:i], where)
+        if silent and not upto[len(before) :].lstrip().startswith(answer):
+            raise DataError(
+                f"{where}: the chat template has no generation prompt, so its header would count as the assistant's words: "
+                "give a template with {% generation %} marks, or train.loss_on: all"
+            )
+        spans.append((len(before), len(upto.rstrip())))
+    return spans
+
+
+def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token starts inside a span. Tokenizers that trim offsets report a run of spaces as the empty range at its
+    end: such a token stands for the character before."""
+    starts = [start if stop > start else start - 1 for start, stop in offsets]
+    return [any(first <= start < last for first, last in spans) for start in starts]
+
+
+def _refused(error: Exception, where: str) -> DataError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return DataError(f"{where}: the chat template refuses this conversation ({lines[0]}): mend it or leave it out")

@@ -1,0 +1,1 @@
+"""Arms are made here: calibration, student, losses, trainer, states."""

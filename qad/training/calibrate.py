@@ -1,0 +1,160 @@
+"""Calibration: how large the inputs of the selected Linears, and K and V, get in the unquantized model.
+
+input_scale = headroom * amax / (6 * 448) for NVFP4, headroom * amax / 448 for FP8. FP32, frozen from here on, one value
+per group of input scales
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qad.arms.kv_cache import CALIBRATES, OFF, KVObserver, attentions, kv_scales
+from qad.arms.selection import Selection
+from qad.errors import SourceError
+from qad.model.experts import Expert
+from qad.model.families import experts_of
+from qad.numerics import fp8, nvfp4
+from qad.numerics.formats import FP8
+from qad.numerics.widened import widened_linears
+from qad.text.packing import Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """input_scales: by module, equal within a group; empty for weight-only formats. kv_scales: `ATTENTION.k_scale` and
+    `.v_scale`; empty where the policy calibrates none. without_tokens: experts that saw no token, whose input scale is that
+    of the layer's other experts."""
+
+    input_scales: dict[str, Tensor]
+    kv_scales: dict[str, Tensor]
+    without_tokens: tuple[str, ...]
+
+
+class AmaxObserver:
+    """Largest |input| of each named Linear, FP32, over everything the model is fed inside the `with` block.
+
+    counted_BT: bool [B, T], which tokens of the next forward pass are real; None where all are."""
+
+    def __init__(self, model: nn.Module, modules: list[str]) -> None:
+        self.amax: dict[str, Tensor] = {}
+        self.counted_BT: Tensor | None = None
+        self._model, self._modules = model, modules
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> AmaxObserver:
+        for name in self._modules:
+            hook = self._hook(name, self._model.get_submodule(name.rpartition(".")[0]))
+            self._handles.append(self._model.get_submodule(name).register_forward_pre_hook(hook))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str, parent: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs = args[0].detach()
+            if self.counted_BT is not None:
+                expert = parent.positions_t if isinstance(parent, Expert) else None
+                inputs = inputs[self.counted_BT if expert is None else self.counted_BT.flatten()[expert]]
+            if not inputs.numel():
+                return
+            amax = inputs.abs().amax().float()
+            seen = self.amax.get(name)
+            self.amax[name] = amax if seen is None else torch.maximum(seen, amax)
+
+        return observe
+
+
+@torch.no_grad()
+def calibrate(
+    model: Any,
+    selection: Selection,
+    windows: Windows,
+    headroom: float = 1.0,
+    progress: Callable[[int], object] = lambda tokens: None,
+    batch_size: int = 8,
+    kv_cache: str = OFF,
+) -> Calibration:
+    """Input scales of every selected module, and KV scales under the policy `kv_cache` (qad.arms.kv_cache).
+
+    Packed windows hold no padding; where a caller adds some it is not observed. A module that sees only zeros gets the
+    scale of amax 1.0. Experts without a token are warned about. Raises SourceError for activations that are not finite, and
+    for a selected module that the forward pass never reached, be it all experts of a layer; UsageError for a model
+    without the K and V that a policy asks for.
+    """
+    modules = selection.with_input_scale
+    caches = attentions(model) if kv_cache in CALIBRATES else []
+    if not modules and not caches:
+        return Calibration({}, {}, ())
+    device = next(model.parameters()).device
+    with contextlib.ExitStack() as stack:
+        observer = stack.enter_context(AmaxObserver(model, modules))
+        kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
+        forward = stack.enter_context(_forward(model, modules))
+        stack.enter_context(widened_linears(device.type))
+        tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
+        for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
+            observer.counted_BT = None if counted.all() else counted.to(device)
+            if kv_observer:
+                kv_observer.counted_BT = observer.counted_BT
+            forward(ids.to(device), position_ids=positions.to(device), use_cache=False)
+            progress(ids.numel())
+    return Calibration(  # the scales first: where nothing was seen, an error says so
+        group_input_scales(observer.amax, selection, headroom) if modules else {},
+        kv_scales(kv_observer.amax, caches, kv_cache) if kv_observer else {},
+        _without_tokens(observer.amax, modules),
+    )
+
+
+@contextlib.contextmanager
+def _forward(model: Any, modules: list[str]) -> Iterator[Callable[..., object]]:
+    """What runs the model up to the last module: without the output head, unless that is observed too. Its input is cut to
+    one token after the observer has seen it, so that no logits of whole windows exist."""
+    head = model.get_output_embeddings()
+    if head is None or not any(model.get_submodule(name) is head for name in modules):
+        yield model.base_model
+        return
+    handle = head.register_forward_pre_hook(lambda module, args: (args[0][:, :1], *args[1:]))
+    try:
+        yield model
+    finally:
+        handle.remove()
+
+
+def _without_tokens(amax: dict[str, Tensor], modules: list[str]) -> tuple[str, ...]:
+    experts = tuple(dict.fromkeys(name.rpartition(".")[0] for name in modules if name not in amax))
+    if experts:
+        warnings.warn(
+            f"{len(experts)} experts saw no token in calibration, first {experts[0]}: they take the input scales of their "
+            "layer's other experts; more or other calibration text would reach them",
+            stacklevel=3,
+        )
+    return experts
+
+
+def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: float) -> dict[str, Tensor]:
+    """One input scale per group of input scales, from the amax of its members. Experts may be unseen, all of a layer not."""
+    scales: dict[str, Tensor] = {}
+    quantized = set(selection.with_input_scale)
+    for group in selection.input_groups:
+        if group[0] not in quantized:
+            continue
+        seen = [amax[name] for name in group if name in amax]
+        unseen = [name for name in group if name not in amax]
+        if unseen and (not seen or experts_of(unseen[0]) is None):
+            raise SourceError(f"calibration never reached {unseen[0]}: exclude it, or give text that does")
+        largest = torch.stack(seen).amax()
+        if not torch.isfinite(largest):
+            raise SourceError(f"the input of {group[0]} is {largest.item()} in the BF16 model: the source is damaged")
+        limit, eight = largest * headroom, selection.format_of(group[0]) == FP8
+        scale = (fp8.scale_from_amax(limit) if eight else nvfp4.global_scale_from_amax(limit)).cpu()
+        scales.update(dict.fromkeys(group, scale))
+    return scales

@@ -1,0 +1,122 @@
+"""What a student is trained towards and what it is judged by.
+
+    method qad   a token loss between student and frozen teacher (forward KL by default)
+    method qat   cross-entropy on the text itself, no teacher
+    validation   forward KL from the teacher at temperature 1, whatever was trained (cross-entropy does not tell QAT
+                 from QAD), with the student as it would be deployed
+
+Only counted positions are evaluated: everything by default, assistant turns on request, padding never.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qad.recipes.recipe import Train
+from qad.text.packing import NO_LABEL, Windows
+from qad.training.chunked import CachedTopK, NoTeacher, Targets, TeacherLogits, chunked_loss
+from qad.training.head import Head
+from qad.training.losses import LOSSES, TokenLoss, at_temperature, cross_entropy, forward_kl, top_k_forward_kl
+from qad.training.teacher_cache import TeacherCache
+
+_KEPT_BYTES = 1 << 31  # teacher hidden states of the validation windows are kept up to this size
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A micro-batch: windows by index, what of it counts, and its labels."""
+
+    windows: Windows
+    index: Tensor
+
+    def model_inputs(self, device: torch.device) -> dict[str, Any]:
+        ids, positions = self.windows.input_ids_ST[self.index], self.windows.position_ids_ST[self.index]
+        return {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": False}
+
+    def counted(self, hidden_BTH: Tensor) -> Tensor:
+        """[B, T, H] -> [counted tokens, H]."""
+        counted_BT = self.windows.counted_ST[self.index]
+        return hidden_BTH.flatten(0, 1) if counted_BT.all() else hidden_BTH[counted_BT.to(hidden_BTH.device)]
+
+    def labels(self) -> Tensor:
+        """int64 [counted tokens], -100 where a document ends."""
+        return self.windows.labels_ST[self.index][self.windows.counted_ST[self.index]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """kl: mean forward KL from the teacher, nats per counted token. loss: what picks the best checkpoint, the KL for QAD
+    and the cross-entropy per next token for QAT, whose aim the KL is not."""
+
+    kl: float
+    loss: float
+
+
+class Objective:
+    """Losses of micro-batches, summed over their counted tokens."""
+
+    def __init__(
+        self, student: Any, teacher: Any, config: Train, method: str, shared: int, cache: TeacherCache | None = None
+    ) -> None:
+        self.student, self.teacher, self.config = student, teacher, config
+        self.student_head, self.teacher_head = Head.of(student).sharing(shared), Head.of(teacher).sharing(shared)
+        self.cache = cache
+        self.token_loss: TokenLoss = at_temperature(LOSSES[config.loss], config.temperature)
+        if method == "qat":
+            self.token_loss = cross_entropy
+        elif cache is not None:
+            self.token_loss = top_k_forward_kl
+        self.teaches = method != "qat"
+        self.name = "cross_entropy" if method == "qat" else config.loss
+        self._kept: dict[int, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.student_head.weight_VH.device
+
+    def loss(self, windows: Windows, index: Tensor) -> Tensor:
+        """Sum of the training loss over the counted tokens of windows[index], differentiable in the student."""
+        inputs = Inputs(windows, index)
+        return self._compare(self._student_hidden(inputs), inputs, self._targets(inputs), self.token_loss)
+
+    @torch.no_grad()
+    def validate(self, windows: Windows, batch: int = 4) -> Validation:
+        """Judge the student on a whole split."""
+        kl = cross_entropies = 0.0
+        for index in torch.arange(len(windows)).split(batch):
+            inputs = Inputs(windows, index)
+            hidden = self._kept.get(int(index[0]))
+            if hidden is None:
+                hidden = self._teacher_hidden(inputs)
+                kept = sum(h.numel() * h.element_size() for h in self._kept.values())
+                if kept + hidden.numel() * hidden.element_size() <= _KEPT_BYTES:
+                    self._kept[int(index[0])] = hidden.cpu()
+            targets = TeacherLogits(hidden.to(self.device), self.teacher_head)
+            student = self._student_hidden(inputs)
+            kl += float(self._compare(student, inputs, targets, forward_kl))
+            if not self.teaches:
+                cross_entropies += float(self._compare(student, inputs, NoTeacher(), cross_entropy))
+        kl /= int(windows.counted_ST.sum())
+        labelled = int((windows.labels_ST[windows.counted_ST] != NO_LABEL).sum())
+        return Validation(kl, kl if self.teaches else cross_entropies / max(1, labelled))
+
+    def _student_hidden(self, inputs: Inputs) -> Tensor:
+        return inputs.counted(self.student.base_model(**inputs.model_inputs(self.device)).last_hidden_state)
+
+    def _compare(self, student_TH: Tensor, inputs: Inputs, targets: Targets, loss: TokenLoss) -> Tensor:
+        return chunked_loss(student_TH, self.student_head, targets, inputs.labels(), loss, self.config.chunk)
+
+    def _targets(self, inputs: Inputs) -> Targets:
+        if not self.teaches:
+            return NoTeacher()
+        if self.cache is not None:
+            return CachedTopK(self.cache.read(inputs.index, self.device))
+        return TeacherLogits(self._teacher_hidden(inputs), self.teacher_head)
+
+    @torch.no_grad()
+    def _teacher_hidden(self, inputs: Inputs) -> Tensor:
+        return inputs.counted(self.teacher.base_model(**inputs.model_inputs(self.device)).last_hidden_state)

@@ -1,0 +1,202 @@
+"""The stages that make arms. Everything that can be wrong is found in `prepare`, before hours are spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
+from qad.arms.kv_cache import CALIBRATES, OFF
+from qad.artifact import Artifact, open_artifact, run_stage
+from qad.errors import SourceError
+from qad.model.loader import load_model
+from qad.model.source import Checkpoint
+from qad.model.streamed import streamed_model
+from qad.numerics.compiled import compilation
+from qad.numerics.finite import first_not_finite
+from qad.numerics.formats import FP8
+from qad.numerics.nvfp4 import FrozenScales
+from qad.numerics.scale_search import search_scales
+from qad.recipes.job import Job, _needs
+from qad.recipes.recipe import Method, Recipe
+from qad.recipes.trainable import trainable_names
+from qad.text.data import Generations, RandomTokens
+from qad.text.documents import digest_documents
+from qad.text.packing import Windows
+from qad.training.calibrate import Calibration, calibrate
+from qad.training.objective import Objective
+from qad.training.state import discard_state
+from qad.training.student import Student
+from qad.training.teacher_cache import TeacherCache, write_teacher_cache
+from qad.training.trainer import Trainer
+
+METRICS = "metrics.jsonl"
+_COMPILE_FROM = 1 << 24  # weights searched; a compiler that starts cold costs more than it saves below
+
+
+def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
+    """What a recipe alone decides of the config of its arm `ptq`, `qad` or `qat`."""
+    if arm == "ptq":
+        calibrate = recipe.section("calibrate") if recipe.calibrate else None
+        return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": calibrate, "seed": recipe.seed}
+    train = {**recipe.section("train"), "method": arm}
+    if train["seed"] is None:  # as before there was one: finished arms keep their key
+        del train["seed"]
+    return {"arm": arm, "train": train, "seed": recipe.seed}
+
+
+def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
+    """The source itself, as an arm."""
+    inputs = {"source": job.source.digest}
+    return run_stage(
+        KIND, out, {"arm": "bf16"}, inputs, lambda f: write_arm(f, "bf16", job.source, None, {}), replace=replace
+    )
+
+
+def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
+    """Calibrate the unquantized model and find the weight scales that are to be frozen; its weights stay the source's."""
+    windows = job.calibration_windows()
+    policy = job.recipe.quantize.kv_cache
+    config = {**arm_settings(job.recipe, "ptq"), **job.compute}
+    inputs = {"source": job.source.digest} | ({"text": windows.digest} if windows else {})
+
+    def work(folder: Path) -> None:
+        require_finite(job.source)
+        found, section = Calibration({}, {}, ()), job.recipe.calibrate
+        if section and windows and (job.selection.quantizes_activations or policy in CALIBRATES):
+            model, headroom = _calibrated_model(job), section.headroom
+            with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
+                found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
+        facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
+        if found.without_tokens:
+            facts["experts_without_tokens"] = list(found.without_tokens)
+        frozen = _frozen_scales(job)
+        write_arm(folder, "ptq", job.source, job.selection, found.input_scales, frozen=frozen,
+                  scales=job.recipe.quantize.scales if frozen else DYNAMIC, kv_scales=found.kv_scales,
+                  tokens={"calibration": windows.tokens} if windows else {},
+                  text={"calibration": windows.facts()} if windows else {}, **facts)  # fmt: skip
+
+    return run_stage(KIND, out, config, inputs, work, replace=replace)
+
+
+def _calibrated_model(job: Job) -> Any:
+    """On a CPU one module's weights at a time, where that can be; elsewhere every pass would copy them to the device again."""
+    streamed = streamed_model(job.source, job.dtype) if job.device == "cpu" else None
+    return streamed or load_model(job.source, job.dtype, job.device)
+
+
+def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
+    """Of every 4-bit module, found once per scale group; empty for dynamic scales."""
+    strategy = job.recipe.quantize.scales
+    if strategy == DYNAMIC:
+        return {}
+    groups = [group for group in job.selection.groups if job.selection.format_of(group[0]) != FP8]
+    size = {module: math.prod(job.selection.modules[module]) for group in groups for module in group}
+    total = sum(size.values())
+    frozen: dict[str, FrozenScales] = {}
+    with (
+        compilation(True if total >= _COMPILE_FROM else None),
+        tqdm(total=total, unit="weight", unit_scale=True, desc=f"{strategy} scales", mininterval=2.0) as bar,
+    ):
+        for group in groups:
+            weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
+            frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
+            bar.update(sum(size[module] for module in group))
+    return frozen
+
+
+def trained_arm(
+    job: Job,
+    method: Method,
+    ptq: Path,
+    out: Path,
+    log: Path | None = None,
+    cache: Path | None = None,
+    replace: bool = False,
+    watch: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> Artifact:
+    """Train from a PTQ arm. `log`: where metrics.jsonl grows while training (default: inside the arm). `cache`: folder of
+    the teacher cache, where the recipe wants one (default: beside the arm). `watch`: called with every line of the log."""
+    section = job.recipe.training
+    train, validation = job.train_windows(), job.validation_windows()
+    config = {**arm_settings(job.recipe, method), **job.compute}
+    start = open_arm(ptq)
+    inputs = {
+        "source": job.source.digest,
+        "teacher": job.teacher.digest,
+        "ptq": open_artifact(ptq, KIND).digest,
+        "train": train.digest,
+        "validation": validation.digest,
+    }
+
+    def work(folder: Path) -> None:
+        live = log or folder / METRICS
+        teacher = load_model(job.teacher, job.dtype, job.device)
+        model = load_model(job.source, job.dtype, job.device)
+        names = [name for name, _ in model.named_parameters()]
+        student = Student(
+            start, model, trainable_names(section, names, start.selection.modules if start.selection else ())
+        )
+        kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
+        objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
+        trainer = Trainer(student, objective, train, validation, section, job.train_seed, folder, live, watch)
+        masters = trainer.run()
+        discard_state(folder)
+        progress = dataclasses.asdict(trainer.progress)
+        tokens = {"train": section.tokens_used, "validation": validation.tokens}
+        text = {"train": train.facts(), "validation": validation.facts()}
+        kv_cache = {} if start.kv_cache == OFF else {"kv_cache": start.kv_cache}
+        write_arm(folder, method, job.source, start.selection, start.input_scales, masters, kv_scales=start.kv_scales,
+                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens, text=text,
+                  **kv_cache)  # fmt: skip
+        if live != folder / METRICS:
+            shutil.copyfile(live, folder / METRICS)
+
+    origin = {"source": job.source.digest, "training": _training(job, method)}
+    return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
+
+
+def _training(job: Job, method: Method) -> dict[str, Any]:
+    """The seed of a training, and everything else that decides its weights. Text that the seed draws is part of the seed."""
+    train = {name: value for name, value in job.recipe.section("train").items() if name != "seed"}
+    drawn = (RandomTokens, Generations)
+    asked = {need.role: data for data, need in _needs(job.recipe) if need.role != "test"}
+    text = {
+        role: digest_documents(job.text[role])
+        for role, data in asked.items()
+        if not any(isinstance(part, drawn) for part in data.root)
+    }
+    recipe = {"train": {**train, "method": method}, "quantize": job.recipe.section("quantize"),
+              "calibrate": arm_settings(job.recipe, "ptq")["calibrate"], "text": text, "source": job.source.digest,
+              "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
+    return {"seed": job.train_seed, "recipe": recipe}
+
+
+def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> TeacherCache | None:
+    k = job.recipe.training.teacher_cache
+    if k is None:
+        return None
+    inputs = {"teacher": job.teacher.digest, "windows": windows.digest}
+    with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="teacher", mininterval=2.0) as bar:
+        write_teacher_cache(out, teacher, windows, k, job.shared_ids, inputs, {"dtype": job.dtype}, bar.update)
+    return TeacherCache(out, windows)
+
+
+def require_finite(source: Checkpoint) -> None:
+    """Raises SourceError naming tensor and index for the first NaN or Inf among all floating-point weights. Reads each tensor
+    once, one at a time."""
+    for name, info in source.tensors.items():
+        if info.dtype not in ("BF16", "F16", "F32"):
+            continue
+        weight = source.get(name)
+        index = first_not_finite(weight)
+        if index is not None:
+            raise SourceError(
+                f"{name} holds {weight[index].item()} at index {list(index)}: the source is damaged, fetch or train it again"
+            )

@@ -1,0 +1,132 @@
+"""The student: a transformers model whose parameters are, at every step, exactly what would be deployed.
+
+    masters (FP32)  --deploy-->  parameters (compute dtype)  --forward, backward-->  gradients  --STE-->  masters
+
+`deploy` decodes the quantized form of every selected weight (scales shared within a scale group, recomputed from the
+current masters or, where the arm froze them, as they are) and rounds every other parameter to BF16, as the exporter
+will. Quantizing is thus done once a step, not once a call; the forward pass is that of the reloaded export, and the
+straight-through estimator is the statement that a master receives its deployed parameter's gradient. Gradients of
+micro-batches add up in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qad.arms.arm import Arm
+from qad.errors import ArtifactError
+from qad.numerics.groups import fake_quantize_group
+from qad.numerics.linear import QuantizedLinear, wrap_linears
+from qad.numerics.nvfp4 import FrozenScales
+from qad.training.saturation import Saturation
+
+
+class Student:
+    """A model, its FP32 masters by parameter name, and the selection that says how they are deployed.
+
+    It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights.
+    `trainable`: names of the parameters that get gradients, None for all; the others stay as the arm has them.
+    Raises ArtifactError for an arm that quantizes nothing, or that lacks a scale it needs.
+    """
+
+    def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
+        if arm.selection is None:
+            raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
+        if arm.source.tied_embeddings and not arm.tied_embeddings:
+            raise ArtifactError(
+                f"{arm.folder} has a head of its own, which {arm.source.folder} ties: untie them in the source"
+            )
+        self.model: Any = model
+        self.arm = arm
+        self.selection = arm.selection
+        arm.require_input_scales()
+        inputs, format_of = arm.input_scales, self.selection.format_of
+        wrap_linears(model, {name: (inputs.get(name), format_of(name)) for name in self.selection.modules})
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            master = arm.weight(name).to(device=parameter.device, dtype=torch.float32, copy=True)
+            self.masters[name] = master
+            if trainable is None or name in trainable:
+                master.requires_grad_()
+                parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
+        self.frozen: dict[str, FrozenScales] = {}
+        for group in self.selection.groups:
+            for module, scales in arm.frozen_scales(group).items():
+                self.frozen[module] = scales.to(self.masters[f"{module}.weight"].device)
+        self.saturation = Saturation(arm, model, self.masters, self.frozen)
+        self.deploy()
+
+    def _to_master(self, name: str) -> Any:
+        def move(parameter: Tensor) -> None:
+            master, grad = self.masters[name], parameter.grad
+            assert grad is not None
+            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+        return move
+
+    @torch.no_grad()
+    def deploy(self) -> None:
+        """Write into the model what the exporter would write into a checkpoint, decoded."""
+        parameters = dict(self.model.named_parameters())
+        deployed: set[str] = set()
+        for group in self.selection.groups:
+            weights = {module: self.masters[f"{module}.weight"] for module in group}
+            targets = {module: parameters[f"{module}.weight"] for module in group}
+            form = self.selection.format_of(group[0])
+            deployed |= {f"{module}.weight" for module, _ in fake_quantize_group(weights, self.frozen, form, targets)}
+        for name, parameter in parameters.items():
+            if name not in deployed:
+                parameter.copy_(self.masters[name].to(torch.bfloat16))
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each layer's activations in the backward pass instead of keeping them. The layers alone learn that
+        they train: everything below them stays in eval mode, without dropout."""
+        older = self.model.gradient_checkpointing_enable  # its name before transformers 5.20 or so; deprecated after
+        getattr(self.model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+    def quantize_inputs(self, enabled: bool) -> None:
+        """False: the inputs of the selected Linears stay in the compute dtype (W4A16) until it is turned on again."""
+        for module in self.model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.quantizes_input = enabled
+
+    @torch.no_grad()
+    def moved(self) -> dict[str, float]:
+        """Shares of the trainable masters, and of the deployed quantized values, that differ from the arm's."""
+        changed, total = 0, 0
+        for name, master in self.masters.items():
+            if master.requires_grad:
+                start = self.arm.weight(name).to(device=master.device, dtype=torch.float32)
+                changed, total = changed + int((master != start).sum()), total + master.numel()
+        deployed = dict(self.model.named_parameters())
+        codes, elements = 0, 0
+        for group in self.selection.groups:
+            start_weights = {
+                m: self.arm.weight(f"{m}.weight").to(device=self.masters[f"{m}.weight"].device, dtype=torch.float32)
+                for m in group
+            }
+            for module, decoded in fake_quantize_group(start_weights, self.frozen, self.selection.format_of(group[0])):
+                value = deployed[f"{module}.weight"]
+                codes += int((decoded.to(value.dtype) != value).sum())
+                elements += value.numel()
+        return {"masters": changed / max(1, total), "deployed": codes / max(1, elements)}
+
+    @torch.no_grad()
+    def load_masters(self, masters: dict[str, Tensor]) -> None:
+        """Raises KeyError where the names differ."""
+        if masters.keys() != self.masters.keys():
+            raise KeyError(
+                f"masters differ from the model's parameters: {sorted(masters.keys() ^ self.masters.keys())[:3]}"
+            )
+        for name, value in masters.items():
+            self.masters[name].copy_(value)
+        self.deploy()

@@ -1,0 +1,88 @@
+"""A teacher's distributions on disk: its top K log-probabilities and the mass of the rest, for every counted token.
+
+Worth its disk where the same windows are seen more than once (epochs, or several runs that differ in their settings):
+a step then costs no teacher. 8 K + 4 bytes a token; exact at K = V, a lower bound of the KL below.
+
+    CACHE/shard-00000.safetensors     log_p_tK float32, ids_tK int32, log_tail_t float32, first_S int64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qad.artifact import Artifact, run_stage
+from qad.text.packing import Windows
+from qad.training.head import Head
+from qad.training.losses import TopK
+
+KIND = "teacher_cache"
+_SHARD = 64  # windows
+
+
+class TeacherCache:
+    """A finished cache, opened; tensors are memory-mapped."""
+
+    def __init__(self, folder: Path, windows: Windows) -> None:
+        self.folder = folder
+        self._counts = windows.counted_ST.sum(-1)
+
+    def read(self, index: Tensor, device: torch.device) -> TopK:
+        """The counted tokens of windows[index], in order."""
+        parts = [self._window(int(window)) for window in index]
+        log_p, ids, tail = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
+        return TopK(log_p, ids.long(), tail)
+
+    def _window(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        shard = window // _SHARD
+        start = int(self._counts[shard * _SHARD : window].sum())
+        rows = slice(start, start + int(self._counts[window]))
+        with safe_open(self.folder / f"shard-{shard:05d}.safetensors", framework="pt") as file:
+            return tuple(file.get_slice(name)[rows] for name in ("log_p_tK", "ids_tK", "log_tail_t"))
+
+
+@torch.no_grad()
+def write_teacher_cache(
+    out: Path,
+    teacher: Any,
+    windows: Windows,
+    k: int,
+    shared: int,
+    inputs: dict[str, str],
+    config: dict[str, Any],
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> Artifact:
+    """Run the teacher over every window once. `inputs`: digests of teacher and windows; a cache of the same ones with
+    the same K is reused."""
+    k = min(k, shared)
+
+    def work(folder: Path) -> None:
+        head = Head.of(teacher).sharing(shared)
+        for shard, first in enumerate(range(0, len(windows), _SHARD)):
+            parts = []
+            for window in range(first, min(first + _SHARD, len(windows))):
+                parts.append(_distributions(teacher, head, windows, window, k))
+                progress(windows.input_ids_ST.shape[1])
+            log_p, ids, tail = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            tensors = {"log_p_tK": log_p, "ids_tK": ids, "log_tail_t": tail}
+            save_file(tensors, folder / f"shard-{shard:05d}.safetensors")
+
+    return run_stage(KIND, out, {"k": k, "shared": shared, **config}, inputs, work, replace=True)
+
+
+def _distributions(model: Any, head: Head, windows: Windows, window: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    device = head.weight_VH.device
+    ids, positions = windows.input_ids_ST[window, None].to(device), windows.position_ids_ST[window, None].to(device)
+    hidden_BTH = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    hidden_TH = hidden_BTH[0][windows.counted_ST[window].to(device)]
+    parts = [TopK.of(head.logits(part), k) for part in hidden_TH.split(512)]
+    if not parts:
+        return torch.empty(0, k), torch.empty(0, k, dtype=torch.int32), torch.empty(0)
+    joined = [torch.cat([getattr(p, n) for p in parts]).cpu() for n in ("log_p_tK", "ids_tK", "log_tail_t")]
+    return joined[0], joined[1].int(), joined[2]

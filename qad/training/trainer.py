@@ -1,0 +1,248 @@
+"""The training loop: a student whose forward is the deployed model, a frozen teacher, every counted token.
+
+One step
+    teacher  hidden_TH  (compute dtype, no gradient; none with QAT or a teacher cache)
+    student  hidden_TH  (compute dtype; weights decoded NVFP4, inputs of the selected Linears fake-quantized)
+    loss     sum over the step's counted tokens / their number, whatever the micro-batches
+    update   clip, AdamW on the FP32 masters, deploy
+
+Data order, schedule and scales are functions of (seed, step) and the masters, so a state is masters, moments and
+the step, and a resumed run continues with the bits of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from qad.numerics.compiled import compilation
+from qad.recipes.recipe import Train
+from qad.text.packing import Windows
+from qad.training.objective import Objective, Validation
+from qad.training.optim import learning_rate, make_optimizer, set_learning_rate
+from qad.training.saturation import UNCOUNTED
+from qad.training.state import load_state, save_aside, save_state
+from qad.training.student import Student
+
+_STUCK = 0.01  # share of moved masters below which nothing is learned; weights that are exactly 0 always move
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run knows about itself besides masters and moments.
+
+    val_kl: nats per token at the PTQ start, of the kept checkpoint (`best_step`) and at the last validation. val_loss: the
+    same of what picks the best one: equal for QAD, cross-entropy for QAT. saturation: of the kept one (qad.training.saturation).
+    """
+
+    step: int = 0
+    best_step: int = 0
+    val_kl_start: float = math.inf
+    val_kl_best: float = math.inf
+    val_kl_last: float = math.inf
+    val_loss_start: float = math.inf
+    val_loss_best: float = math.inf
+    val_loss_last: float = math.inf
+    validations_since_best: int = 0
+    steps_without_tokens: int = 0
+    moved_masters: float | None = None
+    moved_deployed: float | None = None
+    saturation: dict[str, float | None] = dataclasses.field(default_factory=dict)
+
+
+class Trainer:
+    """Trains a student inside a stage folder; everything there but the finished arm is working state."""
+
+    def __init__(
+        self,
+        student: Student,
+        objective: Objective,
+        train: Windows,
+        validation: Windows,
+        config: Train,
+        seed: int,
+        folder: Path,
+        log: Path,
+        watch: Callable[[dict[str, Any]], object] = lambda row: None,
+    ) -> None:
+        self.student, self.objective, self.config, self.seed = student, objective, config, seed
+        self.train_windows, self.validation_windows = train, validation
+        self.folder, self.log, self.watch = folder, log, watch
+        self.progress = Progress()
+        self.optimizer = make_optimizer(config, student.masters)
+        if config.activation_checkpointing:
+            student.checkpoint_activations()
+
+    def run(self) -> dict[str, Tensor] | None:
+        """Train to the last step, or until patience ends, resuming where the folder holds a state.
+
+        Returns the masters of the best checkpoint; None where that is the PTQ start, whose weights are the source's.
+        """
+        with compilation(True):
+            if not self._resume():
+                self._validated(first=True)
+            bar = tqdm(
+                total=self.config.tokens_used, initial=self.progress.step * self.config.tokens_per_step, unit="tok",
+                unit_scale=True, desc="train", mininterval=2.0, smoothing=0.1,
+            )  # fmt: skip
+            with bar:
+                while self.progress.step < self.config.steps and not self._out_of_patience():
+                    self._advance(bar)
+            self._watch_movement()
+        self._warn_of_the_end()
+        best = self.folder / "best.safetensors"
+        return load_file(best) if best.is_file() else None
+
+    # --- one step ---
+
+    def _advance(self, bar: Any) -> None:
+        started = time.perf_counter()
+        step = self.progress.step + 1
+        lr = learning_rate(self.config, step)
+        set_learning_rate(self.optimizer, lr)
+        self.student.quantize_inputs(step > self.config.weight_only_steps)
+        loss = self._backward(step)
+        if loss is not None:
+            torch.nn.utils.clip_grad_norm_(
+                [m for m in self.student.masters.values() if m.requires_grad], self.config.clip
+            )
+            self.optimizer.step()
+            self.student.deploy()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step = step
+        rate = self.config.tokens_per_step / (time.perf_counter() - started)
+        last = step == self.config.steps
+        found = self._validated() if step % self.config.validate_every == 0 or last else None
+        self._record(step, loss, lr, round(rate, 1), found)
+        if step % self.config.save_every == 0 or last:
+            save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
+        shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
+        name = "kl" if self.objective.name == "forward_kl" else self.objective.name
+        bar.set_postfix({**shown, name: "-" if loss is None else f"{loss:.4f}"}, refresh=False)
+        bar.update(self.config.tokens_per_step)
+
+    def _backward(self, step: int) -> float | None:
+        """Gradients of the step's mean loss into the masters; returns the mean, None for a step without a counted token.
+
+        The mean is over all counted tokens of the step: a mean of micro-batch means would let short answers dominate.
+        """
+        index = self.train_windows.indices(step, self.config.batch_size, self.seed)
+        counted = int(self.train_windows.counted_ST[index].sum())
+        if counted == 0:
+            self.progress.steps_without_tokens += 1
+            warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)
+            return None
+        total = 0.0
+        for micro in index.split(self.config.micro_batch_size or len(index)):
+            loss = self.objective.loss(self.train_windows, micro) / counted
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    # --- validation ---
+
+    def _validated(self, first: bool = False) -> Validation:
+        """Validate the student as deployed, and keep the masters where they are the best so far."""
+        self.student.quantize_inputs(True)
+        with self.student.saturation.counting():
+            found = self.objective.validate(self.validation_windows)
+        progress = self.progress
+        progress.val_kl_last, progress.val_loss_last = found.kl, found.loss
+        if first:
+            progress.val_kl_start, progress.val_loss_start = found.kl, found.loss
+            self.log.unlink(missing_ok=True)
+            self._record(0, None, self.config.lr, None, found)
+        else:
+            progress.validations_since_best += 1
+            if progress.moved_masters is None:
+                self._watch_movement()
+        if first or found.loss < progress.val_loss_best:
+            progress.val_kl_best, progress.val_loss_best, progress.best_step = found.kl, found.loss, progress.step
+            progress.saturation, progress.validations_since_best = self.student.saturation.shares, 0
+            if not first:
+                save_aside({name: master.detach() for name, master in self.student.masters.items()},
+                           self.folder / "best.safetensors")  # fmt: skip
+        return found
+
+    def _watch_movement(self) -> None:
+        """At the first validation, when there is time to stop, and at the end: it costs a pass over all weights."""
+        moved = self.student.moved()
+        first = self.progress.moved_masters is None
+        self.progress.moved_masters, self.progress.moved_deployed = moved["masters"], moved["deployed"]
+        if first and moved["masters"] < _STUCK:
+            warnings.warn(
+                f"{moved['masters']:.2%} of the weights have moved in {self.progress.step} steps: the learning rate "
+                f"{self.config.lr} or the gradient is too small",
+                stacklevel=3,
+            )
+
+    def _out_of_patience(self) -> bool:
+        return self.config.patience is not None and self.progress.validations_since_best >= self.config.patience
+
+    def _warn_of_the_end(self) -> None:
+        progress, judged = self.progress, "KL" if self.objective.teaches else "cross-entropy"
+        if progress.best_step == 0:
+            warnings.warn(
+                f"validation {judged} never fell below its PTQ start ({progress.val_loss_start:.4f}): the PTQ weights are "
+                "kept. Try another learning rate or more tokens",
+                stacklevel=3,
+            )
+        elif progress.val_loss_last > progress.val_loss_start:
+            warnings.warn(
+                f"validation {judged} ended at {progress.val_loss_last:.4f}, above its PTQ start "
+                f"{progress.val_loss_start:.4f}; kept is step {progress.best_step}. The learning rate is too high",
+                stacklevel=3,
+            )
+        if progress.moved_deployed == 0.0:
+            warnings.warn(
+                "not one quantized value differs from the PTQ arm's: the learning rate is too small for 4 bits",
+                stacklevel=3,
+            )
+
+    # --- state ---
+
+    def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
+        """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""
+        name = self.objective.name
+        row = {"step": step, "tokens": step * self.config.tokens_per_step, "kl": None, "lr": lr, "tokens_per_s": rate,
+               "val_kl": found and found.kl, **(self.student.saturation.shares if found else UNCOUNTED),
+               "kl" if name == "forward_kl" else name: loss}  # fmt: skip
+        if not self.objective.teaches:
+            row["val_cross_entropy"] = found and found.loss
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.watch(row)
+
+    def _resume(self) -> bool:
+        found = load_state(self.folder, self.student.masters, self.optimizer)
+        if found is None:
+            (self.folder / "best.safetensors").unlink(missing_ok=True)
+            return False
+        progress, masters = found
+        self.progress = Progress(**progress)
+        self.student.load_masters(masters)
+        if self.log.is_file():
+            rows = [
+                row for row in self.log.read_text(encoding="utf-8").splitlines() if _step_of(row) <= self.progress.step
+            ]
+            self.log.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+        return True
+
+
+def _step_of(row: str) -> float:
+    """A line cut off by a kill counts as later than any state."""
+    try:
+        return float(json.loads(row)["step"])
+    except (ValueError, KeyError):
+        return math.inf

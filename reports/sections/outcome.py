@@ -1,0 +1,199 @@
+"""What came out, in plain sentences, and what a reader must know before believing a number."""
+
+from __future__ import annotations
+
+from harness.records.comparison import BenchmarkRow, Comparison, Estimate
+from harness.records.record import ARMS, Engine, MemoryData, Record, arm_label, arm_order
+from harness.records.verdict import Verdict
+from reports.load import Step
+from reports.numbers import clean, gigabytes, people_list, percent, percent_interval, plural, significant
+from reports.parts import Banner
+
+LOW_RECOVERY = 0.95  # a benchmark below it gets a warning, however good the median is
+BASELINE, PTQ, QAD = ARMS
+
+
+def arm_name(arm: str) -> str:
+    return clean(arm_label(arm), 40)
+
+
+def reading(recovery: Estimate | None) -> str:
+    """What a recovery's interval says. "within noise" is not "equal": see the width of the interval."""
+    if recovery is None:
+        return "n/a"
+    if recovery.low is None or recovery.high is None:
+        return "inconclusive"
+    if recovery.high < 1:
+        return "below BF16"
+    return "above BF16" if recovery.low > 1 else "within noise of BF16"
+
+
+def outcome(comparison: Comparison, records: list[Record]) -> list[str]:
+    """Two or three sentences; one if nothing was compared."""
+    found = [_fidelity(comparison), _recovery(comparison), _size(records)]
+    return [sentence for sentence in found if sentence] or ["The records hold nothing to compare the arms by."]
+
+
+def _fidelity(comparison: Comparison) -> str:
+    gap, ratio = comparison.perplexity_gap_closed, comparison.kl_ratio
+    parts = []
+    if gap:
+        parts.append(f"closes {_share(gap)} of the perplexity gap that PTQ opens")
+    if ratio:
+        size = _share(ratio)
+        if ratio.low is None or ratio.high is None:
+            parts.append(f"has a KL divergence to the BF16 teacher of {size} of PTQ's")
+        elif ratio.high < 1:
+            parts.append(f"lowers the KL divergence to the BF16 teacher to {size} of PTQ's")
+        elif ratio.low > 1:
+            parts.append(f"raises the KL divergence to the BF16 teacher to {size} of PTQ's")
+        else:
+            parts.append(f"leaves the KL divergence to the BF16 teacher where it was, {size} of PTQ's")
+    return f"QAD {' and '.join(parts)}." if parts else ""
+
+
+def _recovery(comparison: Comparison) -> str:
+    arms = [arm for arm in reversed(comparison.arms) if arm in comparison.median_recovery]
+    if not arms:
+        return ""
+    parts = []
+    for arm in arms:
+        label, worst = comparison.worst[arm]
+        parts.append(
+            f"{arm_name(arm)} {_share(comparison.median_recovery[arm])}, worst {clean(label, 60)} {_share(worst)}"
+        )
+    median = comparison.median_recovery[arms[0]]
+    few = " So few benchmarks say little about others." if median.n <= 3 else ""
+    return f"Median recovery of BF16's score over {plural(median.n, 'benchmark')}: {'; '.join(parts)}.{few}"
+
+
+def _size(records: list[Record]) -> str:
+    memory = {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
+    small = memory.get(QAD) or memory.get(PTQ)
+    if small is None:
+        return ""
+    size = f"The NVFP4 checkpoint is {gigabytes(small.file_bytes)} GB on disk"
+    if BASELINE not in memory:
+        return size + "."
+    share = percent(small.file_bytes / memory[BASELINE].file_bytes)
+    return f"{size}, {share} of the BF16 checkpoint's {gigabytes(memory[BASELINE].file_bytes)} GB."
+
+
+def _share(estimate: Estimate) -> str:
+    limits = percent_interval(estimate)
+    return f"{percent(estimate.value)} ({limits})" if limits else f"{percent(estimate.value)} (no interval)"
+
+
+def verdict_banner(verdict: Verdict | None) -> Banner | None:
+    """The gate's word and its paragraph."""
+    if verdict is None:
+        return None
+    title = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
+    return Banner(verdict.outcome.lower(), title, clean(verdict.paragraph, 1500))
+
+
+# --- banners -------------------------------------------------------------------------------------
+
+
+def banners(comparison: Comparison, records: list[Record], steps: list[Step]) -> list[Banner]:
+    """Warnings first."""
+    found = [*_collapsed(comparison), *_training(comparison, steps), *_reference(records), *_emulated(records)]
+    found += _smoke(comparison)
+    return sorted(found, key=lambda banner: banner.level != "warning")
+
+
+def _reference(records: list[Record]) -> list[Banner]:
+    """A distance from another model than the arms' original is not what everybody will take it for."""
+    names = dict.fromkeys(clean(r.settings["reference"], 60) for r in records if r.settings.get("reference"))
+    text = f"Fidelity was measured against {people_list(list(names))}, which is not the BF16 original of these arms."
+    return [Banner("caution", "Another reference", text)] if names else []
+
+
+def emulated_arms(records: list[Record]) -> list[str]:
+    return [arm for arm in dict.fromkeys(r.arm for r in records if r.engine.emulated)]
+
+
+def engine_tags(engine: Engine) -> tuple[str, ...]:
+    """The mark beside every figure of an engine that did not compute in FP4, though the weights are."""
+    if engine.emulated:
+        return ("emulated",)
+    return ("not native FP4",) if engine.native_fp4 is False else ()
+
+
+def _emulated(records: list[Record]) -> list[Banner]:
+    arms = sorted(emulated_arms(records), key=arm_order)
+    if not arms:
+        return []
+    devices = sorted({clean(r.engine.device, 60) for r in records if r.engine.emulated})
+    return [
+        Banner(
+            "caution",
+            "Emulated FP4",
+            f"{people_list([arm_name(arm) for arm in arms])} ran with NVFP4 values but without FP4 arithmetic, "
+            f"on {people_list(devices)}: their accuracy is meaningful, their speed is not FP4 speed.",
+        )
+    ]
+
+
+def _collapsed(comparison: Comparison) -> list[Banner]:
+    """Every benchmark under the threshold, whatever the median says; red for the arm that is furthest along."""
+    found = []
+    last = max(comparison.worst, key=comparison.arms.index, default="")
+    for arm in comparison.arms:
+        low = [
+            (row.label, recovery)
+            for row in comparison.benchmarks
+            if (recovery := row.recovery.get(arm)) and recovery.value < LOW_RECOVERY
+        ]
+        if low:
+            named = [f"{_share(recovery)} on {clean(label, 60)}" for label, recovery in low[:5]]
+            more = f", and {len(low) - 5} more" if len(low) > 5 else ""
+            text = f"{arm_name(arm)} recovers only {people_list(named)}{more}. A median does not show this."
+            found.append(
+                Banner(
+                    "warning" if arm == last else "caution", f"Benchmark below {100 * LOW_RECOVERY:.0f} % of BF16", text
+                )
+            )
+    return found
+
+
+def _training(comparison: Comparison, steps: list[Step]) -> list[Banner]:
+    found = []
+    ratio = comparison.kl_ratio
+    if ratio and ratio.low is not None and ratio.low > 1:
+        text = f"On the test split QAD is further from the teacher than PTQ: its KL is {_share(ratio)} of PTQ's."
+        found.append(Banner("warning", "Training did harm", text))
+    validated = [step for step in steps if step.val_kl is not None]
+    if len(validated) > 1 and validated[0].step == 0:
+        start, end = validated[0].val_kl, validated[-1].val_kl
+        if start is not None and end is not None and end > start:
+            text = (
+                f"Validation KL ended at {significant(end)} nats per token, above the {significant(start)} of PTQ. "
+                "The best checkpoint was kept; the learning rate is probably too high."
+            )
+            found.append(Banner("warning", "Training ended worse than it began", text))
+    return found
+
+
+def _smoke(comparison: Comparison) -> list[Banner]:
+    limited = [row for row in comparison.benchmarks if row.limit is not None]
+    if not limited:
+        return []
+    named = [f"{clean(row.label, 60)} ({plural(row.limit or 0, 'item')})" for row in limited[:5]]
+    return [
+        Banner("caution", "Smoke run", f"Not the whole task: {people_list(named)}. These scores swing with the sample.")
+    ]
+
+
+def filter_note(row: BenchmarkRow) -> str:
+    """acc, 0-shot, filter strict."""
+    parts = [clean(row.metric, 40)]
+    parts += [] if row.n_shot is None else [f"{row.n_shot}-shot"]
+    parts += ["imported"] if row.imported else []
+    if row.filter not in ("none", ""):
+        parts.append(f"filter {clean(row.filter, 40)}")
+    if not row.higher_is_better:
+        parts.append("lower is better")
+    if row.limit is not None:
+        parts.append("smoke")
+    return ", ".join(parts)

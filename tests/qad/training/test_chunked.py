@@ -1,0 +1,169 @@
+"""The loss over chunks: equal to the dense one, whatever the chunk; nothing of [tokens, vocabulary] outlives a chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qad.training.chunked import CachedTopK, NoTeacher, TeacherLogits, chunked_loss
+from qad.training.head import Head
+from qad.training.losses import LOSSES, TopK, cross_entropy, forward_kl, top_k_forward_kl
+
+T, V, H = 37, 512, 32
+
+
+@dataclasses.dataclass
+class Case:
+    student: torch.Tensor
+    student_head: torch.Tensor
+    teacher: torch.Tensor
+    teacher_head: torch.Tensor
+
+    @property
+    def targets(self) -> TeacherLogits:
+        return TeacherLogits(self.teacher, Head(self.teacher_head))
+
+    def dense(self) -> torch.Tensor:
+        """The definition, in float64."""
+        log_p = (self.teacher.double() @ self.teacher_head.double().T).log_softmax(-1)
+        log_q = (self.student.double() @ self.student_head.double().T).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def case(seed: int = 0, tokens: int = T, vocabulary: int = V) -> Case:
+    g = torch.Generator().manual_seed(seed)
+    sizes = [(tokens, H), (vocabulary, H), (tokens, H), (vocabulary, H)]
+    student, student_head, teacher, teacher_head = (torch.randn(*size, generator=g) * 0.5 for size in sizes)
+    return Case(student.requires_grad_(), student_head.requires_grad_(), teacher, teacher_head)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100])
+def test_chunked_equals_dense_in_loss_and_gradient(chunk: int) -> None:
+    c = case()
+    loss = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=chunk)
+    (loss / T).backward()
+    expected = c.dense()
+    grads = torch.autograd.grad(expected / T, (c.student, c.student_head))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(c.student.grad, grads[0].float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(c.student_head.grad, grads[1].float(), rtol=1e-4, atol=1e-6)
+
+
+def test_c5_chunked_equals_dense_at_a_wide_vocabulary_and_keeps_nothing_of_its_width() -> None:
+    """C5: V=4096, T=512."""
+    c = case(1, tokens=512, vocabulary=4096)
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        loss = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=64)
+    assert sum(shape == (64, 4096) for shape in kept) == 2 * 8  # log_q and p, freed chunk by chunk
+    assert {tuple(shape) for shape in kept} == {(64, 4096), (512, H), (4096, H)}
+    (loss / 512).backward()
+    expected = c.dense()
+    grads = torch.autograd.grad(expected / 512, (c.student, c.student_head))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(c.student.grad, grads[0].float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(c.student_head.grad, grads[1].float(), rtol=1e-4, atol=1e-6)
+
+
+def test_without_gradient_the_value_is_the_same() -> None:
+    c = case()
+    with_grad = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=8)
+    with torch.no_grad():
+        without = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=8)
+    assert torch.equal(with_grad.detach(), without)
+
+
+def test_bias_scale_and_softcap_are_differentiated() -> None:
+    c = case(4)
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    head = Head(c.student_head, bias, scale=0.5, softcap=10.0)
+    chunked_loss(c.student, head, c.targets, chunk=16).backward()
+    raw = (c.student @ c.student_head.T + bias) * 0.5
+    expected = forward_kl(10.0 * torch.tanh(raw / 10.0), c.teacher @ c.teacher_head.T).sum()
+    grads = torch.autograd.grad(expected, (c.student, c.student_head, bias))
+    for actual, wanted in zip((c.student.grad, c.student_head.grad, bias.grad), grads, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "forward_kl"])
+def test_every_loss_runs_in_chunks(name: str) -> None:
+    c = case(6)
+    labels = torch.arange(T) % V
+    chunked_loss(c.student, Head(c.student_head), c.targets, labels, LOSSES[name], chunk=8).backward()
+    expected = LOSSES[name](c.student @ c.student_head.T, c.teacher @ c.teacher_head.T, labels).sum()
+    grads = torch.autograd.grad(expected, (c.student, c.student_head))
+    torch.testing.assert_close(c.student.grad, grads[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(c.student_head.grad, grads[1], rtol=1e-4, atol=1e-5)
+
+
+def test_labels_alone_need_no_teacher_and_a_cache_replaces_it() -> None:
+    c = case(7)
+    labels = torch.arange(T) % V
+    loss = chunked_loss(c.student, Head(c.student_head), NoTeacher(), labels, cross_entropy, chunk=8)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(c.student @ c.student_head.T, labels) * T)
+    cached = CachedTopK(TopK.of(c.teacher @ c.teacher_head.T, V))
+    loss = chunked_loss(c.student, Head(c.student_head), cached, None, top_k_forward_kl, chunk=8)
+    torch.testing.assert_close(loss, c.dense().float(), rtol=1e-5, atol=0)
+
+
+def test_a_frozen_head_costs_no_gradient() -> None:
+    c = case(8)
+    chunked_loss(c.student, Head(c.student_head.detach()), c.targets, chunk=8).backward()
+    trained = case(8)
+    chunked_loss(trained.student, Head(trained.student_head), trained.targets, chunk=8).backward()
+    assert torch.equal(c.student.grad, trained.student.grad)
+
+
+def test_c1_rows_beyond_the_shared_vocabulary_take_no_part_and_get_no_gradient() -> None:
+    """C1: teacher V=576, student V=512, tokenizer of 500."""
+    c = case(9)
+    teacher_head = torch.randn(576, H, generator=torch.Generator().manual_seed(10)) * 0.5
+    targets = TeacherLogits(c.teacher, Head(teacher_head).sharing(500))
+    loss = chunked_loss(c.student, Head(c.student_head).sharing(500), targets, chunk=8)
+    loss.backward()
+    expected = forward_kl((c.student @ c.student_head.T)[:, :500], (c.teacher @ teacher_head.T)[:, :500]).sum()
+    grads = torch.autograd.grad(expected, (c.student, c.student_head))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(c.student.grad, grads[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(c.student_head.grad, grads[1], rtol=1e-4, atol=1e-5)
+    assert torch.equal(c.student_head.grad[500:], torch.zeros(12, H))
+
+
+_PEAK = """
+import resource, sys, torch
+from qad.training.chunked import TeacherLogits, chunked_loss
+from qad.training.head import Head
+tokens, vocabulary, hidden, chunk = {tokens}, 151_936, 64, 64
+torch.set_num_threads(2)
+g = torch.Generator().manual_seed(0)
+def make(*shape):
+    return torch.empty(*shape).normal_(generator=g)
+student, teacher = make(tokens, hidden).requires_grad_(), make(tokens, hidden)
+weight, teacher_weight = make(vocabulary, hidden).requires_grad_(), make(vocabulary, hidden)
+warm = chunked_loss(student[:1], Head(weight[:64]), TeacherLogits(teacher[:1], Head(teacher_weight[:64])), chunk=1)
+warm.backward(); weight.grad = student.grad = None
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+chunked_loss(student, Head(weight), TeacherLogits(teacher, Head(teacher_weight)), chunk=chunk).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def _peak_growth(tokens: int) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK.format(tokens=tokens)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_c5_a_step_at_4096_tokens_and_151936_ids_fits_in_its_chunk() -> None:
+    """The process's own peak: the KL's five tensors of one chunk, the gradients of head and hidden states, and 30 %."""
+    tokens, vocabulary, hidden, chunk = 4096, 151_936, 64, 64
+    chunk_tensors = 5 * chunk * vocabulary * 4
+    gradients = (vocabulary + 2 * tokens) * hidden * 4
+    whole, eighth = _peak_growth(tokens), _peak_growth(tokens // 8)
+    assert whole < 1.3 * chunk_tensors + gradients
+    assert whole - eighth < 4 * tokens * hidden * 4 + (16 << 20)  # hidden states and their gradients, and noise
