@@ -212,7 +212,7 @@ def _quiet_third_parties() -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from qad.command.run import run
-    from qad.recipes.recipe import load_recipe
+    from qad.recipes.load import load_recipe
 
     run(load_recipe(args.recipe, args.overrides), args.out, _say)
     return 0
@@ -220,7 +220,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from qad.command.plan import plan
-    from qad.recipes.recipe import load_recipe
+    from qad.recipes.load import load_recipe
 
     plan(load_recipe(args.recipe, args.overrides), _say)
     return 0
@@ -228,7 +228,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _ptq(args: argparse.Namespace) -> int:
     from qad.recipes.job import prepare
-    from qad.recipes.recipe import load_recipe
+    from qad.recipes.load import load_recipe
     from qad.training.stages import ptq_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -243,7 +243,7 @@ def _train(args: argparse.Namespace) -> int:
     from qad.arms.arm import KIND
     from qad.artifact import open_artifact
     from qad.recipes.job import prepare, require_dense, require_enough_text
-    from qad.recipes.recipe import load_recipe
+    from qad.recipes.load import load_recipe
     from qad.training.stages import ptq_arm, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)

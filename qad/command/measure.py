@@ -247,7 +247,7 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
     """Fidelity and accuracy."""
     from harness.accuracy.section import ServerChoice
     from harness.measure.folder import measure_folder
-    from qad.recipes.recipe import parse_section
+    from qad.recipes.load import parse_section
 
     if not args.server:
         _require_unused(args, ("served_model", "max_model_len"), "is of a server: add --server URL")
@@ -284,7 +284,7 @@ def _require_log(args: argparse.Namespace) -> None:
 
 def _throughput(args: argparse.Namespace, say: _Say) -> int:
     from harness.measure.folder import measure_folder
-    from qad.recipes.recipe import parse_section
+    from qad.recipes.load import parse_section
 
     if not args.server and args.engine in (None, "transformers"):
         if len(args.folder) > 1:

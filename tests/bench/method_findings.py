@@ -32,7 +32,7 @@ from gpu_check.tiny_teacher import Size, domains, train_teacher
 from qad.arms.arm import Arm, open_arm
 from qad.model.loader import default_device, load_model
 from qad.recipes.job import Job, prepare
-from qad.recipes.recipe import parse_recipe
+from qad.recipes.load import parse_recipe
 from qad.text.data import Data
 from qad.text.packing import Windows, pack
 from qad.text.sources import Need, Reader

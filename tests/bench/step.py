@@ -13,7 +13,7 @@ from pathlib import Path
 from gpu_check.step_cost import step_ratios
 
 from qad.recipes.job import prepare
-from qad.recipes.recipe import parse_recipe
+from qad.recipes.load import parse_recipe
 from qad.training.stages import ptq_arm
 
 

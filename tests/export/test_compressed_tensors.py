@@ -234,7 +234,7 @@ def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> No
 
 
 def test_a_recipe_names_the_layout(tiny_llama_dir: Path) -> None:
-    from qad.recipes.recipe import load_recipe
+    from qad.recipes.load import load_recipe
 
     overrides: list[Any] = ["export.layout=compressed-tensors"]
     assert load_recipe("smollm2-135m", overrides).export.layout == "compressed-tensors"

@@ -24,7 +24,7 @@ from qad.arms.arm import open_arm
 from qad.model.loader import DTYPES, load_model
 from qad.numerics.compiled import compilation
 from qad.recipes.job import Job, prepare
-from qad.recipes.recipe import parse_recipe
+from qad.recipes.load import parse_recipe
 from qad.training.stages import ptq_arm, trained_arm
 
 

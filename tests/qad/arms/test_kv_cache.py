@@ -26,7 +26,7 @@ from qad.errors import ArtifactError, SourceError, UsageError
 from qad.model.loader import load_model, load_skeleton
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.job import prepare
-from qad.recipes.recipe import load_recipe
+from qad.recipes.load import load_recipe
 from qad.text.packing import Windows
 from qad.training.calibrate import Calibration, calibrate
 

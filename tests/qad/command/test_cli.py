@@ -12,7 +12,7 @@ from qad.command import demo_model
 from qad.command.cli import main
 from qad.errors import SourceError
 from qad.model.source import DEMO_FOLDER
-from qad.recipes.recipe import load_recipe
+from qad.recipes.load import load_recipe
 
 COMMANDS = (
     "run",

@@ -12,7 +12,7 @@ import yaml
 
 from qad.artifact import run_stage
 from qad.command.cli import main
-from qad.recipes.recipe import load_recipe
+from qad.recipes.load import load_recipe
 from qad.training.stages import arm_settings
 
 WORKERS = (

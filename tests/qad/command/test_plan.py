@@ -11,7 +11,7 @@ import yaml
 from export.writer import export_arm
 from qad.command.cli import main
 from qad.recipes.job import prepare
-from qad.recipes.recipe import parse_recipe
+from qad.recipes.load import parse_recipe
 from qad.training.stages import ptq_arm
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from qad.command.tracking import Tracker, require_tracker, tracking
 from qad.errors import UsageError
-from qad.recipes.recipe import Recipe, Track, parse_recipe
+from qad.recipes.load import parse_recipe
+from qad.recipes.recipe import Recipe, Track
 
 Calls = list[tuple[str, Any]]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from qad.errors import UsageError
-from qad.recipes.recipe import Recipe, load_recipe, shipped_recipes
+from qad.recipes.load import load_recipe, shipped_recipes
+from qad.recipes.recipe import Recipe
 
 BASE = """
 model: somewhere

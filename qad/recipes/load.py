@@ -1,0 +1,137 @@
+"""Reading a recipe: by path or shipped name, with overrides, and its first fault in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from qad.errors import UsageError
+from qad.text.data import SOURCES
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes that come with the tool."""
+    folder = resources.files("qad.recipes")
+    return {f.name.removesuffix(".yaml"): Path(str(f)) for f in folder.iterdir() if f.name.endswith(".yaml")}
+
+
+def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe by path or shipped name and apply `key.sub=value` overrides. Raises UsageError, one line."""
+    path = Path(recipe)
+    if not path.is_file():
+        shipped = shipped_recipes()
+        if recipe not in shipped:
+            near = difflib.get_close_matches(recipe, shipped, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"shipped recipes: {', '.join(sorted(shipped))}"
+            raise UsageError(f"recipe {recipe} is neither a file nor a shipped recipe: {hint}")
+        path = shipped[recipe]
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} is not a recipe: expected keys such as model, calibrate, train")
+    for override in overrides:
+        _override(raw, override)
+    return parse_recipe(raw, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
+    """Validate plain data. Raises UsageError naming the first fault by its dotted key."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {_explain(error, raw)}") from error
+
+
+def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Throughput:
+    """Settings of one kind of measurement, given by hand. Raises UsageError."""
+    try:
+        section = Measure.model_validate({kind: values})
+    except ValidationError as error:
+        raise UsageError(_explain(error, {kind: values})) from error
+    value: Fidelity | Accuracy | Throughput = getattr(section, kind)
+    return value
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Two equal keys in one mapping are an error, not the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.YAMLError(f"key {repeated!r} appears twice, near line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--set {override}: expected key=value, such as train.lr=1e-5")
+    node = raw
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {override}: the value is not valid YAML") from error
+
+
+def _explain(error: ValidationError, raw: Any) -> str:
+    """The first fault in one line: which key, what is wrong, the nearest known key."""
+    first = error.errors(include_url=False)[0]
+    kind = first["type"]
+    dotted, model = _place(first["loc"], raw)
+    if kind == "extra_forbidden":
+        known = list(model.model_fields)
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {dotted!r}: {hint}"
+    if kind == "missing":
+        return f"key {dotted!r} is missing"
+    if kind == "model_type":
+        return f"{dotted}: expected its keys, such as {', '.join([*model.model_fields][:3])} (got {first['input']!r})"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        key, kinds = f"{dotted}.source", ", ".join(sorted(SOURCES))
+        given = first["input"].get("source") if isinstance(first["input"], dict) else None
+        return f"key {key!r} is missing: one of {kinds}" if given is None else f"{key}: one of {kinds} (got {given!r})"
+    message = first["msg"].removeprefix("Value error, ")
+    if not dotted or kind == "value_error":  # of a section: names what does not fit together
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted}: {message} (got {first['input']!r})"
+
+
+def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseModel]]:
+    """pydantic's location as the user wrote it, and the section it lies in: the name of a kind of source is no key, nor is
+    the 0 of a source that was written without its list."""
+    keys: list[str] = []
+    model: type[BaseModel] = Recipe
+    for part in location:
+        if isinstance(part, int):
+            if isinstance(raw, list):
+                keys.append(str(part))
+                raw = raw[part]
+        elif part in SOURCES and part not in model.model_fields:
+            model = SOURCES[part]
+        elif (
+            isinstance(raw, dict) or part in model.model_fields
+        ):  # else a member of a union, such as literal['qad','qat']
+            keys.append(part)
+            raw = raw.get(part) if isinstance(raw, dict) else None
+            annotation = model.model_fields[part].annotation if part in model.model_fields else None
+            nested = [t for t in (annotation, *getattr(annotation, "__args__", ())) if isinstance(t, type)]
+            model = next((t for t in nested if issubclass(t, BaseModel)), model)
+    return ".".join(keys), model
