@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from qad.errors import UsageError
+from qad.recipes.recipe import Accuracy, Fidelity, Measure, Recipe, Throughput
 from qad.text.data import SOURCES
 
 

@@ -16,38 +16,40 @@ from qad.text.data import Data, Positive
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 Format = Literal["NVFP4", "W4A16_NVFP4", "FP8"]
 
 
 class Quantize(_Strict):
-    """format: NVFP4 (W4A4), W4A16_NVFP4 or FP8 (one scale per tensor). formats: glob -> format of the modules that get
-    another one, the first match decides (MIXED_PRECISION). include / exclude: globs on full module names; the output head
-    is quantized only where include lists it by its full name, such as ["*", lm_head].
-
-    scales of 4-bit weights: `dynamic` follow the weights as they train; `mse` and `four_over_six` are found once in calibration
-    and frozen (see qad.numerics.scale_search).
-    kv_cache: off, or FP8 with scales by the policy calibrated, at_least_one or cast (see qad.arms.kv_cache).
-    """
+    """What becomes 4-bit, and how."""
 
     format: Format = "NVFP4"
+    """NVFP4 (W4A4), W4A16_NVFP4, or FP8 with one scale a tensor"""
     formats: dict[str, Format] = {}
+    """glob on module names -> format of those that get another one; the first match decides (MIXED_PRECISION)"""
     include: list[str] = ["*"]
+    """globs on full module names; the output head only where it is listed by its full name, as ["*", lm_head]"""
     exclude: list[str] = []
+    """globs on full module names that stay BF16"""
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
+    """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
+    """off, or FP8 with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
 
 
 class Calibrate(_Strict):
-    """samples sequences of seq_len tokens; headroom multiplies the calibrated amax of activations: above 1,
-    inputs larger than any seen in calibration find room, and small ones lose resolution."""
+    """Text on which scales of activations, and of K and V, are found."""
 
     data: Data
+    """where the text comes from"""
     samples: Positive = 512
+    """windows"""
     seq_len: Positive = 512
+    """tokens of a window"""
     headroom: Annotated[float, Field(gt=0)] = 1.0
+    """factor on the largest input seen: above 1, larger inputs find room and small ones lose resolution"""
 
 
 Method = Literal["qad", "qat"]
@@ -55,56 +57,66 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Train(_Strict):
-    """Method and loss.
-    method: qad (learn the teacher's distribution), qat (cross-entropy on the text), or a list of both.
-    loss: qad's, forward_kl | reverse_kl | jsd | mse, at `temperature`. teacher: a larger model of the same
-    tokenizer; None is the BF16 original. teacher_cache: keep the teacher's top K log-probabilities on disk.
-
-    Amount. tokens: total, over all epochs; each step takes batch_size sequences of seq_len tokens, micro_batch_size
-    at a time. loss_on: all real tokens, or only what the assistant says in conversations, its end-of-turn included.
-
-    Update. trainable: all, linears (the quantized ones) or globs on parameter names. lr_scale: glob -> factor on lr.
-    optimizer: adamw, or adamw8bit (moments in 8 bits, needs torchao). weight_only_steps: so many first steps leave
-    activations unquantized. activation_checkpointing: recompute instead of keeping. chunk: tokens whose logits exist
-    at one time.
-
-    Watch. validate_every: steps between validations; validation_tokens of the validation split choose the best
-    checkpoint; after `patience` validations without a better one training stops. save_every: steps between resumable
-    states.
-
-    seed: of the order of the training text; None is the recipe's. Runs that differ in it alone are seeds of one recipe, which
-    `qad compare` takes together.
-    """
+    """What the student learns, from how much text, and how it moves."""
 
     method: Method | list[Method] = "qad"
+    """qad (learn the teacher's distribution), qat (cross-entropy on the text), or a list of both"""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "mse"] = "forward_kl"
+    """of qad"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """of both distributions in the loss"""
     teacher: str | None = None
+    """a larger model of the same tokenizer; none is the BF16 original"""
     teacher_cache: Positive | None = None
+    """keep the teacher's likeliest K ids of every token on disk, for epochs and repeated runs"""
     data: Data
+    """where the text comes from"""
     validation_data: Data | None = None
+    """none is the validation split of data"""
     tokens: Positive
+    """in all, over all epochs"""
     seq_len: Positive = 512
+    """tokens of a window"""
     batch_size: Positive = 4
+    """windows of a step"""
     micro_batch_size: Positive | None = None
+    """windows at a time; none is batch_size"""
     epochs: Positive = 1
+    """times that each window is seen"""
     loss_on: Literal["all", "assistant"] = "all"
+    """all real tokens, or what the assistant says in conversations, its end-of-turn included"""
     trainable: Literal["all", "linears"] | list[str] = "all"
+    """all parameters, the quantized linears, or globs on parameter names"""
     lr: Annotated[float, Field(gt=0)] = 1e-5
+    """learning rate of AdamW, without weight decay"""
     lr_scale: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """glob on parameter names -> factor on lr; the first match decides"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """of the learning rate after warm-up: constant, or down to 0"""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """steps of linear warm-up"""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit keeps its moments in 8 bits (needs torchao)"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """decay of AdamW's moments"""
     clip: Annotated[float, Field(gt=0)] = 1.0
+    """largest norm of a step's gradient"""
     weight_only_steps: Annotated[int, Field(ge=0)] = 0
+    """so many first steps leave activations unquantized"""
     activation_checkpointing: bool = False
+    """compute activations again in backward instead of keeping them"""
     chunk: Positive = 512
+    """tokens whose logits exist at one time"""
     validate_every: Positive = 10
+    """steps between validations"""
     validation_tokens: Positive = 4096
+    """of the validation split; their loss chooses the best checkpoint"""
     patience: Positive | None = None
+    """stop after so many validations without a better one"""
     save_every: Positive = 10
+    """steps between states that a killed training resumes from"""
     seed: Annotated[int, Field(ge=0)] | None = None
+    """of the order of the training text; none is the recipe's. Runs that differ in it alone are seeds of one recipe"""
 
     @property
     def methods(self) -> list[Method]:
@@ -159,39 +171,48 @@ class Train(_Strict):
 
 
 class Export(_Strict):
+    """How arms become checkpoints."""
+
     layout: Literal["modelopt", "compressed-tensors"] = "modelopt"
+    """modelopt for TensorRT-LLM, vLLM and SGLang; compressed-tensors for vLLM and transformers"""
     shard_size: Positive = 5_000_000_000
+    """bytes of the largest weight file"""
 
 
 class Fidelity(_Strict):
-    """Documents of the test split, each cut at seq_len, until `tokens` are reached. per_layer: the distance of hidden states
-    too. new_tokens: so many tokens are written after the first prompt_tokens of each document, greedily by every arm (where do
-    they first differ?) and freely by BF16 (how do the others like it?); None leaves that out.
-    """
+    """Distance from the BF16 original on documents of the test split."""
 
     data: Data
+    """where the text comes from"""
     tokens: Positive = 8192
+    """documents are taken until there are so many"""
     seq_len: Positive = 512
+    """tokens at which a document is cut"""
     per_layer: bool = False
+    """also the distance of hidden states, layer by layer"""
     new_tokens: Positive | None = None
+    """tokens that are written after each document's beginning, greedily by every arm and freely by BF16"""
     prompt_tokens: Positive = 32
+    """tokens of that beginning"""
 
 
 class Accuracy(_Strict):
-    """tasks: shipped (qad_*) or any lm-eval task.
-
-    suite: in place of tasks a shipped one or a YAML file (see harness.accuracy.suite), suite_data the folder of its data
-    files. limit: items per task, for smoke runs. n_shot: None: the task's own. think_end: what ends a
-    reasoning model's thinking, such as </think>; a suite's own counts where it has one.
-    """
+    """Benchmarks: tasks or a suite."""
 
     tasks: list[str] = []
+    """shipped (qad_*) or any lm-eval task"""
     suite: str | None = None
+    """a shipped suite, or a YAML file (see harness/accuracy/suite.py)"""
     suite_data: str | None = None
+    """folder of the suite's data files"""
     limit: Positive | None = None
+    """items a task, for smoke runs"""
     n_shot: Annotated[int, Field(ge=0)] | None = None
+    """examples in the prompt; none is the task's own"""
     batch_size: Positive = 16
+    """prompts at a time"""
     think_end: Annotated[str, Field(min_length=1)] | None = None
+    """what ends a reasoning model's thinking, such as </think>; a suite's own counts where it has one"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Accuracy:
@@ -205,46 +226,65 @@ class Accuracy(_Strict):
 
 
 class Throughput(_Strict):
+    """Speed of generation, in this process or by the engine that serves the arms."""
+
     batch: Positive = 1
+    """sequences at once"""
     input_tokens: Positive = 256
+    """tokens of a prompt"""
     output_tokens: Positive = 32
+    """tokens written"""
     repeats: Positive = 3
+    """runs of each arm, in turns"""
 
 
 class Measure(_Strict):
-    """engine: what serves the arms where memory and speed are measured. auto: vllm where it computes on a GPU, else none
-    (transformers, in this process). On a CPU vLLM emulates NVFP4, so there it has to be asked for.
-    noise_floor: measure BF16 and PTQ a second time under another batch size, seed and attention kernel."""
+    """What is measured of every arm."""
 
     engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """what serves the arms for memory and speed; auto is vllm where it computes on a GPU, else this process"""
     memory: bool = True
+    """bytes of weights, cache and states, and what an engine reports"""
     noise_floor: bool = False
+    """measure BF16 and PTQ again under another batch size, seed and attention kernel"""
     fidelity: Fidelity | None = None
+    """distance from BF16 on text"""
     accuracy: Accuracy | None = None
+    """benchmarks"""
     throughput: Throughput | None = None
+    """speed of generation"""
 
 
 class Track(_Strict):
-    """to: the library that gets a copy of the metrics; it has to be installed. project: the name there."""
+    """A copy of the metrics for a tracker."""
 
     to: Literal["trackio", "wandb"]
+    """the library, which has to be installed"""
     project: str = "nvfp4-qad"
+    """the name there"""
 
 
 class Recipe(_Strict):
-    """One run, whole. dtype: compute dtype of teacher and student; auto is BF16 where the hardware multiplies BF16
-    natively, else FP32. calibrate: may be left out where neither activations nor the KV cache need scales. train: where there is
-    none, a run makes, exports and measures PTQ."""
+    """One run, whole."""
 
     model: Annotated[str, Field(min_length=1)]
+    """folder of the BF16 original, or its name on the hub"""
     seed: Annotated[int, Field(ge=0)] = 0
+    """of everything that is drawn"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """compute dtype of teacher and student; auto is bfloat16 where the hardware multiplies it natively"""
     quantize: Quantize = Quantize()
+    """what becomes 4-bit, and how"""
     calibrate: Calibrate | None = None
+    """text for scales; left out where neither activations nor the KV cache need any"""
     train: Train | None = None
+    """without it a run makes, exports and measures PTQ"""
     export: Export = Export()
+    """how arms become checkpoints"""
     measure: Measure = Measure()
+    """what is measured of every arm"""
     track: Track | None = None
+    """a copy of the metrics for a tracker"""
 
     @model_validator(mode="after")
     def _scales(self) -> Recipe:
