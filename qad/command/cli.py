@@ -71,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
     _recipe(sub)
 
+    sub = _command(commands, "keys", _keys, "list the keys of a recipe: type, default, meaning")
+    sub.add_argument(
+        "section", nargs="?", default="", metavar="SECTION", help="such as train, measure.fidelity or data"
+    )
+
     sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
     _recipe(sub)
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
@@ -223,6 +228,13 @@ def _plan(args: argparse.Namespace) -> int:
     from qad.recipes.load import load_recipe
 
     plan(load_recipe(args.recipe, args.overrides), _say)
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from qad.command.keys import keys_text, recipe_keys
+
+    _say(keys_text(recipe_keys(args.section)))
     return 0
 
 

@@ -20,18 +20,15 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class _Source(BaseModel):
-    """weight: share of the tokens, relative to the other sources of a blend."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """share of the tokens, relative to the other sources of a list"""
 
 
 class _Documents(_Source):
-    """split: `auto` gives each role its own share of the documents by content hash (calibration 10 %, train 70 %,
-    validation 10 %, test 10 %); `all` takes every document for the role that names it."""
-
     split: Literal["auto", "all"] = "auto"
+    """auto: calibration 10 %, train 70 %, validation 10 %, test 10 % of the documents, by hash; all: every one"""
 
 
 class PythonDocs(_Documents):
@@ -49,6 +46,7 @@ class TextFile(_Documents):
 
     source: Literal["text"]
     path: str
+    """the file"""
 
     @property
     def name(self) -> str:
@@ -56,12 +54,13 @@ class TextFile(_Documents):
 
 
 class JsonLines(_Documents):
-    """One JSON object a line. Its `field` holds the document: text, or a conversation (a list of objects with `role` and
-    `content`), which is rendered through the model's chat template."""
+    """One JSON object a line."""
 
     source: Literal["jsonl"]
     path: str
+    """the file"""
     field: str = "text"
+    """holds the document: text, or a conversation (objects with role and content), rendered by the chat template"""
 
     @property
     def name(self) -> str:
@@ -69,15 +68,19 @@ class JsonLines(_Documents):
 
 
 class Hub(_Documents):
-    """A data set that the `datasets` library opens: a hub name or a local folder. Each row's `field` is a document, as for
-    jsonl. hub_split: the data set's own split, a slice allowed (`train[:20000]`). No code of the data set is run."""
+    """A data set that the `datasets` library opens. No code of it is run."""
 
     source: Literal["hub"]
     path: str
+    """hub name or local folder"""
     config: str | None = None
+    """the data set's own configuration"""
     revision: str | None = None
+    """commit, branch or tag"""
     hub_split: str = "train"
+    """the data set's own split; a slice is allowed, such as train[:20000]"""
     field: str = "text"
+    """holds the document, as for jsonl"""
 
     @property
     def name(self) -> str:
@@ -85,10 +88,11 @@ class Hub(_Documents):
 
 
 class RandomTokens(_Source):
-    """Documents of `length` random token ids, special tokens left out; as many as are needed, other ones for each role."""
+    """Random token ids, special tokens left out; as many documents as are needed, other ones for each role."""
 
     source: Literal["random"]
     length: Positive = 512
+    """tokens of a document"""
 
     @property
     def name(self) -> str:
@@ -108,19 +112,23 @@ def _short(value: Any) -> Any:
 
 
 class Generations(_Source):
-    """Text that the BF16 original writes, as much as is needed, kept in RUN/text. The prompts are the first prompt_tokens
-    tokens of each document of `prompts`, or its messages up to the first answer; without prompts it writes from the BOS
-    token alone. length: tokens to write at most. Sampled at `temperature`, from the top_k tokens (0: all) that make up
-    probability top_p; every document has a seed of its own, so batch_size matters for speed only."""
+    """Text that the BF16 original writes, as much as is needed, kept in RUN/text. Every document has a seed of its own."""
 
     source: Literal["teacher"]
     prompts: Annotated[Prompts, BeforeValidator(_short)] | None = None
+    """a source whose documents begin the text: prompt_tokens of it, or messages up to the first answer; none: BOS alone"""
     prompt_tokens: Positive = 32
+    """tokens taken from a prompt that is text"""
     length: Positive = 512
+    """tokens to write at most"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """of sampling"""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """sample from so many likeliest tokens; 0 is all"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """sample from the tokens that make up this probability"""
     batch_size: Positive = 8
+    """documents at a time; matters for speed only"""
 
     @property
     def name(self) -> str:
