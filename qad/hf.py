@@ -25,9 +25,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qad.model.experts import conversions_of_split, split_experts
+from qad.model.experts import Projections, conversions_of_split, join_experts, split_experts
 from qad.numerics import fp8, nvfp4
 from qad.numerics.formats import FORMATS, FP8, MIXED, announced_algorithm, quantizes_activations
+from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.linear import QuantizedLinear
 from qad.numerics.nvfp4 import BLOCK_SIZE
 
@@ -179,6 +180,8 @@ class ModelOptHfQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
                 _replace(model, name, module.decode(dtype))
+        joined = join_experts(model, _share_inputs)
+        quantize_experts(model, {name: _inputs_of(experts[0]) for name, experts in joined.items()})
         return model
 
     def is_serializable(self) -> bool:
@@ -188,6 +191,26 @@ class ModelOptHfQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _share_inputs(experts: list[Projections]) -> bool:
+    """One format and one input scale a projection for all experts of a layer, as engines quantize their inputs at once; other
+    tools write other folders."""
+
+    def inputs(linear: nn.Linear) -> tuple[object, ...]:
+        if not isinstance(linear, QuantizedLinear):
+            return ()
+        return linear.format, None if linear.input_scale is None else float(linear.input_scale)
+
+    found = {tuple(map(inputs, expert)) for expert in experts}
+    return len(found) == 1 and all(gate == up and bool(gate) == bool(down) for gate, up, down in found)
+
+
+def _inputs_of(expert: Projections) -> ExpertInputs | None:
+    first, second = expert[0], expert[2]
+    if not isinstance(first, QuantizedLinear) or not isinstance(second, QuantizedLinear):
+        return None
+    return ExpertInputs(first.format, first.input_scale, second.input_scale)
 
 
 def _headers(files: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -254,7 +254,7 @@ def _ptq(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from qad.arms.arm import KIND
     from qad.artifact import open_artifact
-    from qad.recipes.job import prepare, require_dense, require_enough_text
+    from qad.recipes.job import prepare, require_enough_text
     from qad.recipes.load import load_recipe
     from qad.training.stages import ptq_arm, trained_arm
 
@@ -269,7 +269,6 @@ def _train(args: argparse.Namespace) -> int:
     else:
         open_artifact(ptq, KIND)
     job = prepare(recipe, _say, args.out.parent / "text")
-    require_dense(job)
     require_enough_text(job, _say)
     if args.ptq is None:
         ptq_arm(job, ptq)

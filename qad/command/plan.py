@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from qad.command.preflight import require_measurable
 from qad.numerics.formats import FP8
-from qad.recipes.job import Job, prepare, require_dense, require_enough_text
+from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
@@ -24,8 +24,6 @@ def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
     job = prepare(recipe, say)
     train = recipe.train
-    if train:
-        require_dense(job)
     require_measurable(job)
     sources = [recipe.calibrate.data] if recipe.calibrate else []
     sources += [train.data, train.validation_data or train.data] if train else []

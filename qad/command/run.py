@@ -26,7 +26,7 @@ from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
 from qad.numerics.compiled import compilation
-from qad.recipes.job import Job, prepare, require_dense, require_enough_text
+from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
 from qad.training.stages import METRICS, bf16_arm, ptq_arm, trained_arm
 
@@ -72,8 +72,6 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
     with clock("prepare"):
         _require_run_folder(out)
         job = prepare(recipe, say, out / "text")
-        if recipe.train:
-            require_dense(job)
         require_measurable(job, out)
         _claim(job, out)
         require_enough_text(job, say)

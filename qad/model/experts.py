@@ -7,15 +7,17 @@ transformers holds the experts of a layer in 3-D parameters; checkpoints, engine
     mlp.experts.E.up_proj.weight    [I, H]                                           mlp.experts.E.up_proj
     mlp.experts.E.down_proj.weight  [H, I]     mlp.experts.down_proj    [E, H, I]    mlp.experts.E.down_proj
 
-Split, every expert projection is a Linear like any other: selected by name, observed, quantized and loaded as such. The
-names come from transformers' own mapping of checkpoints (Mixtral: block_sparse_moe, w1, w3, w2). The router is none of
-this and stays as it is.
+Split (`split_experts`), every expert projection is a Linear like any other: selected by name, observed, loaded. What trains and
+what is measured keeps transformers' parameters, or has them again (`join_experts`), and computes all experts of a layer at
+once (qad.numerics.grouped); a `Stack` says which part of a parameter bears which name. The names come from transformers' own
+mapping of checkpoints (Mixtral: block_sparse_moe, w1, w3, w2). The router is none of this and stays as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,10 +48,16 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of a layer by number. Computes what transformers' eager experts compute, expert after expert."""
+    """The experts of a layer by number. Computes what transformers' eager experts compute, expert after expert.
 
-    def __init__(self, experts: list[Expert]) -> None:
+    fused: transformers' module that they came from, without its parameters.
+    """
+
+    fused: nn.Module
+
+    def __init__(self, experts: list[Expert], fused: nn.Module) -> None:
         super().__init__()
+        object.__setattr__(self, "fused", fused)  # not a child: it has no parameters of its own
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert)
 
@@ -65,26 +73,134 @@ class Experts(nn.Module):
         return total_tH
 
 
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The experts of a layer in transformers' 3-D parameters.
+
+    name: the module that holds the parameters.
+    stored: what the checkpoint calls it.
+    leaves: the checkpoint's names of gate, up and down.
+    """
+
+    name: str
+    stored: str
+    leaves: tuple[str, str, str]
+
+    def modules(self, number: int) -> tuple[str, str, str]:
+        """Full names of an expert's gate, up and down."""
+        gate, up, down = (f"{self.stored}.{number}.{leaf}" for leaf in self.leaves)
+        return gate, up, down
+
+    def parts(self, parameter: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Module name -> its [N, K] view of the parameter `gate_up_proj` [E, 2I, H] or `down_proj` [E, H, I]."""
+        found: dict[str, Tensor] = {}
+        for number, matrix in enumerate(tensor):
+            gate, up, down = self.modules(number)
+            if parameter == "down_proj":
+                found[down] = matrix
+            else:
+                found[gate], found[up] = matrix.chunk(2)
+        return found
+
+
+def expert_stacks(model: nn.Module) -> list[Stack]:
+    """The layers whose experts transformers has fused and the checkpoint names one by one.
+
+    Left out: what transformers fuses in another way (transposed, interleaved, with biases, or fused in the checkpoint too).
+    """
+    fused = [name for name, module in model.named_modules() if _is_fused(module)]
+    conversions = _conversions(model) if fused else []
+    found = []
+    for name in fused:
+        leaves = _projection_names(name, conversions)
+        if leaves is not None:
+            block, _, leaf = name.rpartition(".")
+            parent, _, block_leaf = block.rpartition(".")
+            stored = next((source for source, target in _renamed(conversions) if target == block_leaf), block_leaf)
+            found.append(Stack(name, f"{parent}.{stored}.{leaf}", leaves))
+    return found
+
+
+class StoredNames:
+    """The names in the checkpoint of what a transformers model holds in its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        stacks = expert_stacks(model)
+        self._stacks = {f"{stack.name}.{leaf}": (stack, leaf) for stack in stacks for leaf in _PARAMETERS}
+        blocks = ((stack.name.rpartition(".")[0], stack.stored.rpartition(".")[0]) for stack in stacks)
+        self._blocks = {f"{name}.": f"{stored}." for name, stored in blocks if name != stored}
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Of a tensor of a parameter's shape: name in the checkpoint -> its view."""
+        if name not in self._stacks:
+            block = next((block for block in self._blocks if name.startswith(block)), "")
+            return {self._blocks.get(block, "") + name.removeprefix(block): tensor}
+        stack, leaf = self._stacks[name]
+        return {f"{module}.weight": view for module, view in stack.parts(leaf, tensor).items()}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of tensors by parameter name: name in the checkpoint -> view."""
+        return {stored: view for name, tensor in tensors.items() for stored, view in self.parts(name, tensor).items()}
+
+    @property
+    def all(self) -> list[str]:
+        """Every parameter's names, in the model's order."""
+        return list(self.of(self._parameters))
+
+
 def split_experts(model: nn.Module) -> None:
     """Replace, in place, the fused experts of a transformers model (meta device is enough) by `Experts`; nothing is copied.
 
-    What transformers fuses in another way (transposed, interleaved, with biases, or fused in the checkpoint too) is left
-    as it is, and `select` refuses it. A second call finds nothing to do.
+    What is no `Stack` is left as it is, and `select` refuses it. A second call finds nothing to do.
     """
-    fused = {name: module for name, module in model.named_modules() if _is_fused(module)}
-    if not fused:
-        return
-    conversions = _conversions(model)
-    for name, module in fused.items():
-        names = _projection_names(name, conversions)
-        if names is None:
-            continue
-        block, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(block), leaf, _split(module, names))
+    for stack in expert_stacks(model):
+        block, _, leaf = stack.name.rpartition(".")
+        setattr(model.get_submodule(block), leaf, _split(model.get_submodule(stack.name), stack.leaves))
         parent, _, block_leaf = block.rpartition(".")
-        stored_leaf = next((source for source, target in _renamed(conversions) if target == block_leaf), None)
-        if stored_leaf is not None:
+        stored_leaf = stack.stored.rpartition(".")[0].rpartition(".")[2]
+        if stored_leaf != block_leaf:
             _rename(model.get_submodule(parent), block_leaf, stored_leaf)
+
+
+Projections = tuple[nn.Linear, nn.Linear, nn.Linear]  # gate, up and down of an expert
+
+
+@torch.no_grad()
+def join_experts(
+    model: nn.Module, may_join: Callable[[list[Projections]], bool] = lambda experts: True
+) -> dict[str, list[Projections]]:
+    """The reverse of `split_experts`, a layer at a time: transformers' modules again, with the weights that the experts have now.
+
+    may_join: of the experts of a layer; a layer stays split where it says no.
+    Returns name of the layer's module -> its experts as they were.
+    """
+    joined: dict[str, list[Projections]] = {}
+    for stored, experts in [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]:
+        block, _, leaf = stored.rpartition(".")
+        linears: Any = [tuple(expert.children()) for expert in experts.children()]
+        if not may_join(linears):
+            continue
+        fused = experts.fused
+        halves = torch.stack([torch.cat((gate.weight, up.weight)) for gate, up, _ in linears])
+        fused.gate_up_proj = nn.Parameter(halves, requires_grad=False)
+        fused.down_proj = nn.Parameter(torch.stack([down.weight for *_, down in linears]), requires_grad=False)
+        setattr(model.get_submodule(block), leaf, fused)
+        joined[f"{_restore_name(model, block)}.{leaf}"] = linears
+    return joined
+
+
+def _restore_name(model: nn.Module, block: str) -> str:
+    """Undo `_rename` where a module bears its name in the checkpoint; returns its own name."""
+    parent_name, _, stored = block.rpartition(".")
+    parent: Any = model.get_submodule(parent_name)
+    own = next((name for name, value in vars(parent).items() if value is parent._modules[stored]), None)
+    if own is None:
+        return block
+    module = parent._modules.pop(stored)
+    del parent.__dict__[own]
+    parent.add_module(own, module)
+    return f"{parent_name}.{own}"
 
 
 def conversions_of_split(conversions: list[Any]) -> list[Any]:
@@ -114,7 +230,7 @@ def _split(fused: Any, names: tuple[str, str, str]) -> Experts:
     ]
     for name in _PARAMETERS:  # the bound gating keeps the module
         delattr(fused, name)
-    return Experts(experts)
+    return Experts(experts, fused)
 
 
 def _linear(weight_NK: Tensor) -> nn.Linear:

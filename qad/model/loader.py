@@ -57,7 +57,7 @@ def default_device() -> str:
 
 
 def load_model(source: Checkpoint, dtype: str, device: str, attention: str | None = None) -> Any:
-    """The model in eval mode, without gradients, on `device`, its parameters in `dtype`, its experts split (qad.model.experts).
+    """The model in eval mode, without gradients, on `device`, its parameters in `dtype`.
     attention: transformers' name of an attention kernel, None for its choice.
 
     Raises SourceError where transformers does not know the architecture or a weight is missing.
@@ -76,13 +76,15 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
         raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
-    split_experts(model)
     return model.to(device).requires_grad_(False).eval()
 
 
 def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
-    """The model's modules on the meta device: names and shapes, no weights, no time. dtype: but buffers on the CPU, those that
-    are computed, such as rotary frequencies, with the values they have in the model loaded in that dtype."""
+    """The model's modules on the meta device, its experts split: names and shapes, no weights, no time.
+
+    dtype: but buffers on the CPU, those that are computed, such as rotary frequencies, with the values they have in the model
+    loaded in that dtype.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

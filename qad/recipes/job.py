@@ -12,7 +12,6 @@ from typing import Any
 from qad.arms.kv_cache import CALIBRATES, CAST, attentions
 from qad.arms.selection import Selection, describe, select
 from qad.errors import DataError, SourceError, UsageError
-from qad.model.families import experts_of
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.recipe import Recipe
@@ -163,16 +162,6 @@ def _check_kv_cache(policy: str, skeleton: Any) -> None:
         )
     if policy in CALIBRATES:
         attentions(skeleton)
-
-
-def require_dense(job: Job) -> None:
-    """Raises UsageError for a mixture of experts, which can be quantized and exported, but not trained yet."""
-    experts = next((name for name in job.source.tensors if experts_of(name)), None)
-    if experts:
-        raise UsageError(
-            f"{job.source.display_name} is a mixture of experts ({experts}): it cannot be trained yet; leave train out "
-            "of the recipe (--set train=null) to quantize it without"
-        )
 
 
 def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[str, int]:

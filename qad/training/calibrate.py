@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qad.arms.kv_cache import CALIBRATES, OFF, KVObserver, attentions, kv_scales
 from qad.arms.selection import Selection
 from qad.errors import SourceError
-from qad.model.experts import Expert
+from qad.model.experts import Expert, split_experts
 from qad.model.families import experts_of
 from qad.numerics import fp8, nvfp4
 from qad.numerics.formats import FP8
@@ -85,15 +85,16 @@ def calibrate(
 ) -> Calibration:
     """Input scales of every selected module, and KV scales under the policy `kv_cache` (qad.arms.kv_cache).
 
-    Packed windows hold no padding; where a caller adds some it is not observed. A module that sees only zeros gets the
-    scale of amax 1.0. Experts without a token are warned about. Raises SourceError for activations that are not finite, and
-    for a selected module that the forward pass never reached, be it all experts of a layer; UsageError for a model
-    without the K and V that a policy asks for.
+    Experts of the model are split, in place. Packed windows hold no padding; where a caller adds some it is not observed.
+    A module that sees only zeros gets the scale of amax 1.0. Experts without a token are warned about.
+    Raises SourceError for activations that are not finite, and for a selected module that the forward pass never reached,
+    be it all experts of a layer; UsageError for a model without the K and V that a policy asks for.
     """
     modules = selection.with_input_scale
     caches = attentions(model) if kv_cache in CALIBRATES else []
     if not modules and not caches:
         return Calibration({}, {}, ())
+    split_experts(model)
     device = next(model.parameters()).device
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(AmaxObserver(model, modules))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qad.arms.arm import Arm
 from qad.numerics.formats import FP8
+from qad.numerics.grouped import ExpertInputs
 from qad.numerics.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FrozenScales, saturated_blocks, saturated_weight_blocks
 
 UNCOUNTED: Mapping[str, float | None] = {"saturated_weight_share": None, "saturated_input_share": None}
@@ -29,10 +30,11 @@ class Saturation:
     """Counts of one student. `shares` holds those of the last `counting` block."""
 
     def __init__(
-        self, arm: Arm, model: nn.Module, masters: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]
+        self, arm: Arm, model: nn.Module, weights: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]
     ) -> None:
+        """weights: masters by name in the checkpoint."""
         self.shares: dict[str, float | None] = dict(UNCOUNTED)
-        self._arm, self._model, self._masters, self._frozen = arm, model, masters, frozen
+        self._arm, self._model, self._weights, self._frozen = arm, model, weights, frozen
         self._saturated = self._inputs = 0
         self._warned = False
 
@@ -45,13 +47,21 @@ class Saturation:
         assert self._arm.selection is not None
         self._saturated = self._inputs = 0
         quantized = set(self._arm.selection.with_input_scale)
-        watched = [group[0] for group in self._arm.selection.groups if group[0] in quantized]
-        handles = [self._model.get_submodule(name).register_forward_pre_hook(self._count) for name in watched]
+        linears = dict(self._model.named_modules())
+        watched = [group[0] for group in self._arm.selection.groups if group[0] in quantized and group[0] in linears]
+        handles = [linears[name].register_forward_pre_hook(self._count) for name in watched]
+        experts = [
+            module.inputs for module in linears.values() if isinstance(getattr(module, "inputs", None), ExpertInputs)
+        ]
+        for inputs in experts:
+            inputs.watch = functools.partial(self._count_inputs, inputs)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for inputs in experts:
+                inputs.watch = None
         self.shares = {
             "saturated_weight_share": self._outgrown(),
             "saturated_input_share": self._saturated / self._inputs if self._inputs else None,
@@ -60,15 +70,22 @@ class Saturation:
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module.input_scale, Tensor)
-        largest = E4M3_MAX if module.format == FP8 else E2M1_MAX * E4M3_MAX
-        self._saturated += int(saturated_blocks(args[0], module.input_scale, largest))
-        self._inputs += args[0].numel() // BLOCK_SIZE
+        self._add(args[0], module.input_scale, str(module.format))
+
+    def _count_inputs(self, inputs: ExpertInputs, number: int, x: Tensor) -> None:
+        scale = inputs.first if number == 1 else inputs.second
+        if scale is not None:
+            self._add(x, scale, inputs.format)
+
+    def _add(self, x: Tensor, scale: Tensor, format: str) -> None:
+        self._saturated += int(saturated_blocks(x, scale, E4M3_MAX if format == FP8 else E2M1_MAX * E4M3_MAX))
+        self._inputs += x.numel() // BLOCK_SIZE
 
     @torch.no_grad()
     def _outgrown(self) -> float | None:
         outgrown = blocks = 0
         for module, scales in self._frozen.items():
-            now = saturated_weight_blocks(self._masters[f"{module}.weight"], scales)
+            now = saturated_weight_blocks(self._weights[f"{module}.weight"], scales)
             outgrown += int((now & ~self._cut_off_on_purpose[module]).sum())
             blocks += now.numel()
         return outgrown / blocks if blocks else None

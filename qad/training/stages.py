@@ -15,6 +15,7 @@ from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.errors import SourceError
+from qad.model.experts import StoredNames
 from qad.model.loader import load_model
 from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
@@ -139,14 +140,15 @@ def trained_arm(
         live = log or folder / METRICS
         teacher = load_model(job.teacher, job.dtype, job.device)
         model = load_model(job.source, job.dtype, job.device)
-        names = [name for name, _ in model.named_parameters()]
+        names = StoredNames(model).all
         student = Student(
             start, model, trainable_names(section, names, start.selection.modules if start.selection else ())
         )
         kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
         objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
         trainer = Trainer(student, objective, train, validation, section, job.train_seed, folder, live, watch)
-        masters = trainer.run()
+        trained = trainer.run()
+        masters = None if trained is None else student.stored.of(trained)
         discard_state(folder)
         progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": section.tokens_used, "validation": validation.tokens}

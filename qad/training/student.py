@@ -11,7 +11,7 @@ micro-batches add up in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qad.arms.arm import Arm
 from qad.errors import ArtifactError
+from qad.model.experts import StoredNames, expert_stacks
+from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.numerics.nvfp4 import FrozenScales
@@ -30,11 +32,13 @@ class Student:
     """A model, its FP32 masters by parameter name, and the selection that says how they are deployed.
 
     It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights.
-    `trainable`: names of the parameters that get gradients, None for all; the others stay as the arm has them.
+    `trainable`: names in the checkpoint of the parameters that get gradients, None for all; the others stay as the arm
+    has them. Experts of a layer train together, where any of them is named.
+    weights: name in the checkpoint -> its view of a master; experts are parts of one.
     Raises ArtifactError for an arm that quantizes nothing, or that lacks a scale it needs.
     """
 
-    def __init__(self, arm: Arm, model: nn.Module, trainable: Collection[str] | None = None) -> None:
+    def __init__(self, arm: Arm, model: nn.Module, trainable: Set[str] | None = None) -> None:
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
         if arm.source.tied_embeddings and not arm.tied_embeddings:
@@ -45,21 +49,39 @@ class Student:
         self.arm = arm
         self.selection = arm.selection
         arm.require_input_scales()
-        inputs, format_of = arm.input_scales, self.selection.format_of
-        wrap_linears(model, {name: (inputs.get(name), format_of(name)) for name in self.selection.modules})
+        self.stored = StoredNames(model)
+        self.experts = self._quantize_inputs()
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
-            master = arm.weight(name).to(device=parameter.device, dtype=torch.float32, copy=True)
+            master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            for stored, part in self.stored.parts(name, master).items():
+                part.copy_(_of_shape(arm.weight(stored), part))
             self.masters[name] = master
-            if trainable is None or name in trainable:
+            if trainable is None or not trainable.isdisjoint(self.stored.parts(name, master)):
                 master.requires_grad_()
                 parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
+        self.weights = self.stored.of({name: master.detach() for name, master in self.masters.items()})
         self.frozen: dict[str, FrozenScales] = {}
         for group in self.selection.groups:
             for module, scales in arm.frozen_scales(group).items():
-                self.frozen[module] = scales.to(self.masters[f"{module}.weight"].device)
-        self.saturation = Saturation(arm, model, self.masters, self.frozen)
+                self.frozen[module] = scales.to(self.weights[f"{module}.weight"].device)
+        self.saturation = Saturation(arm, model, self.weights, self.frozen)
         self.deploy()
+
+    def _quantize_inputs(self) -> dict[str, ExpertInputs]:
+        """Linears are wrapped, layers of experts told; returns the latter by the name of their module."""
+        scales, format_of = self.arm.input_scales, self.selection.format_of
+        experts: dict[str, ExpertInputs] = {}
+        alone = dict.fromkeys(self.selection.modules)
+        for stack in expert_stacks(self.model):
+            first, _, second = stack.modules(0)
+            if first in alone:
+                experts[stack.name] = ExpertInputs(format_of(first), scales.get(first), scales.get(second))
+                for number in range(self.model.get_submodule(stack.name).num_experts):
+                    for module in stack.modules(number):
+                        del alone[module]
+        wrap_linears(self.model, {name: (scales.get(name), format_of(name)) for name in alone})
+        return quantize_experts(self.model, experts)
 
     def _to_master(self, name: str) -> Any:
         def move(parameter: Tensor) -> None:
@@ -73,16 +95,16 @@ class Student:
     @torch.no_grad()
     def deploy(self) -> None:
         """Write into the model what the exporter would write into a checkpoint, decoded."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self.stored.of({name: parameter.detach() for name, parameter in self.model.named_parameters()})
         deployed: set[str] = set()
         for group in self.selection.groups:
-            weights = {module: self.masters[f"{module}.weight"] for module in group}
+            weights = {module: self.weights[f"{module}.weight"] for module in group}
             targets = {module: parameters[f"{module}.weight"] for module in group}
             form = self.selection.format_of(group[0])
             deployed |= {f"{module}.weight" for module, _ in fake_quantize_group(weights, self.frozen, form, targets)}
         for name, parameter in parameters.items():
             if name not in deployed:
-                parameter.copy_(self.masters[name].to(torch.bfloat16))
+                parameter.copy_(self.weights[name].to(torch.bfloat16))
 
     def checkpoint_activations(self) -> None:
         """Recompute each layer's activations in the backward pass instead of keeping them. The layers alone learn that
@@ -98,20 +120,22 @@ class Student:
         for module in self.model.modules():
             if isinstance(module, QuantizedLinear):
                 module.quantizes_input = enabled
+        for inputs in self.experts.values():
+            inputs.quantizes_input = enabled
 
     @torch.no_grad()
     def moved(self) -> dict[str, float]:
         """Shares of the trainable masters, and of the deployed quantized values, that differ from the arm's."""
         changed, total = 0, 0
-        for name, master in self.masters.items():
-            if master.requires_grad:
-                start = self.arm.weight(name).to(device=master.device, dtype=torch.float32)
-                changed, total = changed + int((master != start).sum()), total + master.numel()
-        deployed = dict(self.model.named_parameters())
+        for name in (name for name, master in self.masters.items() if master.requires_grad):
+            for stored, part in self.stored.parts(name, self.masters[name]).items():
+                start = self.arm.weight(stored).to(device=part.device, dtype=torch.float32)
+                changed, total = changed + int((part != start).sum()), total + part.numel()
+        deployed = self.stored.of({name: parameter.detach() for name, parameter in self.model.named_parameters()})
         codes, elements = 0, 0
         for group in self.selection.groups:
             start_weights = {
-                m: self.arm.weight(f"{m}.weight").to(device=self.masters[f"{m}.weight"].device, dtype=torch.float32)
+                m: self.arm.weight(f"{m}.weight").to(device=self.weights[f"{m}.weight"].device, dtype=torch.float32)
                 for m in group
             }
             for module, decoded in fake_quantize_group(start_weights, self.frozen, self.selection.format_of(group[0])):
@@ -130,3 +154,9 @@ class Student:
         for name, value in masters.items():
             self.masters[name].copy_(value)
         self.deploy()
+
+
+def _of_shape(weight: Tensor, like: Tensor) -> Tensor:
+    """Copying would repeat a smaller tensor without a word."""
+    assert weight.shape == like.shape, (weight.shape, like.shape)
+    return weight

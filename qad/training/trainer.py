@@ -80,7 +80,8 @@ class Trainer:
         self.train_windows, self.validation_windows = train, validation
         self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
-        self.optimizer = make_optimizer(config, student.masters)
+        first_names = {next(iter(student.stored.parts(n, m))): m for n, m in student.masters.items()}
+        self.optimizer = make_optimizer(config, first_names)
         if config.activation_checkpointing:
             student.checkpoint_activations()
 
