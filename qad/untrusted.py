@@ -1,9 +1,79 @@
-"""Values out of JSON that others wrote: what each is, before it is used."""
+"""JSON that others wrote: one strict reader of values and of lines, and what each value is before it is used."""
 
 from __future__ import annotations
 
+import collections
+import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeGuard
+
+_SHOWN = 80  # characters of a foreign key or number in a message
+_DIGITS = 300  # of a whole number; floats end at 308
+
+
+def strict_json(text: str | bytes, *, nan_is_null: bool = False) -> Any:
+    """The value of one JSON text, UTF-8 where it is bytes.
+
+    nan_is_null: NaN and Infinity, which are no JSON but which Python's writer lets through, are null. Raises ValueError, in one
+    line, for what is no JSON, an object that names a key twice, nesting that is too deep, and a number that no float holds.
+    """
+    try:
+        content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(
+            content, object_pairs_hook=_object, parse_float=_float, parse_int=_int,
+            parse_constant=_null if nan_is_null else _no_constant,
+        )  # fmt: skip
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines that hold anything. A newline alone ends one: separators inside a JSON string do not."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
+
+
+def json_lines(path: Path, *, nan_is_null: bool = False) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each line. Raises ValueError as `strict_json`, naming the line, and OSError."""
+    for number, line in text_lines(path):
+        try:
+            value = strict_json(line, nan_is_null=nan_is_null)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON ({error})") from error
+        yield number, value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:_SHOWN]} is too large a number")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:_SHOWN]!r} occurs twice in one object")
+    return found
+
+
+def _int(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits is too large")
+    return int(text)
+
+
+def _null(constant: str) -> None:
+    return None
+
+
+def _no_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -17,5 +87,15 @@ def names(value: object) -> list[str]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """A finite number; true and false are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that a float holds; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def count(value: object) -> int | None:
+    """A whole number of things, 0 or more; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from harness.records.record import LENGTH
 from qad.artifact import digest_of
 from qad.errors import StorageError
+from qad.untrusted import strict_json, text_lines
 
 # A text that ends in one unit, said at least so often over at least so many characters, is a loop.
 _TIMES, _CHARACTERS, _LONGEST_UNIT = 4, 120, 400
@@ -110,10 +111,9 @@ class Journal:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                yield str(entry["key"]), entry["value"]
-            except (ValueError, KeyError, TypeError):
-                continue
+    for _, line in text_lines(path):
+        try:
+            entry = strict_json(line)
+            yield str(entry["key"]), entry["value"]
+        except (ValueError, KeyError, TypeError):
+            continue

@@ -11,7 +11,7 @@ _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
     """Labels and value of every sample of metric `name`; lines that are no samples are skipped."""
     found = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = _LINE.match(line)
         if match is None or match[1] != name:
             continue

@@ -16,6 +16,7 @@ from typing import Any
 from harness.engines.process import ServerProcess
 from harness.engines.trtllm import beside, environment
 from qad.errors import EngineError, UsageError
+from qad.untrusted import text_lines
 
 MODES = ("throughput", "latency")
 WARM_UP = 2  # requests before the run, which trtllm-bench draws from those of the run
@@ -104,4 +105,4 @@ def _whole(path: Path, requests: int) -> dict[str, Any]:
 
 
 def _lines(dataset: Path) -> int:
-    return sum(bool(line.strip()) for line in dataset.read_text(encoding="utf-8").splitlines())
+    return sum(1 for _ in text_lines(dataset))

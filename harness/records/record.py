@@ -25,6 +25,7 @@ from harness.records.parity import ParityLayer as ParityLayer
 from harness.records.parity import ParityPrompt as ParityPrompt
 from harness.records.rebuild import build, expect_object
 from harness.records.serving import ServingData
+from qad.untrusted import strict_json
 
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
@@ -345,10 +346,6 @@ def write(record: Record, path: Path) -> None:
 def read(path: Path) -> Record:
     """Raises ValueError naming the file where it is not a record."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse))
+        return from_json(strict_json(path.read_bytes()))
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a measurement record: {error}") from error
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")

@@ -30,6 +30,7 @@ from qad.text.data import Generations
 from qad.text.documents import Document, Part, digest_documents, generator_of, shuffled
 from qad.text.packing import encode
 from qad.text.sources import Need
+from qad.untrusted import json_lines
 
 KIND = "text"
 _FILE = "documents.jsonl"
@@ -233,10 +234,8 @@ def _lines(file: Path) -> Path:
 
 
 def _read(file: Path) -> Iterator[Document]:
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield Document.of_ids(row["ids"], prompt=row["prompt"])
+    for _, row in json_lines(file):
+        yield Document.of_ids(row["ids"], prompt=row["prompt"])
 
 
 def _ids(tokenizer: Any, model: Any, name: str) -> list[int]:

@@ -7,7 +7,6 @@ documents are made as the role needs, other ones for every role.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import sys
@@ -21,6 +20,7 @@ from qad.errors import DataError, UsageError
 from qad.text.data import Data, Generations, Hub, JsonLines, Prompts, PythonDocs, RandomTokens, Source, TextFile
 from qad.text.documents import Document, Part, generator_of, split_of
 from qad.text.python_docs import python_docs
+from qad.untrusted import json_lines
 
 _MINIMUM_CHARACTERS = 200
 
@@ -141,12 +141,12 @@ def _paragraphs(content: str) -> Iterator[str]:
 
 
 def _json_objects(path: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_content(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path} line {number} is not JSON ({error}): write one object a line") from error
+    try:
+        yield from json_lines(Path(path).expanduser(), nan_is_null=True)
+    except OSError as error:
+        raise DataError(f"text file {path} cannot be read ({error.strerror}): check the path") from error
+    except ValueError as error:
+        raise DataError(f"{path} {error}: write one object a line") from error
 
 
 def _hub_rows(source: Hub) -> Iterator[tuple[int, Any]]:

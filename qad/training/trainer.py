@@ -235,7 +235,9 @@ class Trainer:
         self.student.load_masters(masters)
         if self.log.is_file():
             rows = [
-                row for row in self.log.read_text(encoding="utf-8").splitlines() if _step_of(row) <= self.progress.step
+                row
+                for row in self.log.read_text(encoding="utf-8").split("\n")[:-1]
+                if _step_of(row) <= self.progress.step
             ]
             self.log.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
         return True
