@@ -15,6 +15,7 @@ from export.layouts.layout import SCALES, Layout
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
 from qad.numerics.formats import FOUR_BITS, FP8
+from qad.untrusted.yaml_text import strict_yaml
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
 # The hub keeps weights and tokenizers in its large-file store, and wants every file there that git would choke on.
@@ -85,8 +86,8 @@ def _parts(card: str) -> tuple[dict[str, Any], str]:
     """Front matter and text; the former is {} where an owner's edit left none that can be read."""
     found = _FRONT.match(card)
     try:
-        facts = yaml.safe_load(found.group(1)) if found else None
-    except yaml.YAMLError:
+        facts = strict_yaml(found.group(1)) if found else None
+    except ValueError:
         facts = None
     return (facts, card[found.end() :]) if found and isinstance(facts, dict) else ({}, card)
 

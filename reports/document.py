@@ -6,10 +6,11 @@ from __future__ import annotations
 from harness.records.comparison import Comparison
 from harness.records.record import ARMS, Record
 from harness.records.verdict import Verdict
+from qad.untrusted import clean
 from reports.figures import charts as figures
 from reports.figures import pareto
 from reports.load import Run
-from reports.numbers import clean, people_list
+from reports.numbers import people_list
 from reports.parts import Block, Code, Document, Notes, Section, Text
 from reports.sections import capacity, checked, details, origin, seeds, serving, strata, tables
 from reports.sections import engine_parity as parity

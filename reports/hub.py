@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.records.comparison import BenchmarkRow, Comparison
-from reports.numbers import clean
+from qad.untrusted import clean
 from reports.sections.outcome import BASELINE
 
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.records import record as records
 from harness.records.record import ARMS, Record
 from qad.untrusted import mapping
+from qad.untrusted.yaml_text import strict_yaml
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")
 METRICS = "metrics.jsonl"
@@ -106,8 +105,8 @@ def load_run(run: Path, given: list[Record]) -> Run:
 def _settings(recipe: str) -> dict[str, Any]:
     """{} for text that is no recipe."""
     try:
-        return mapping(yaml.safe_load(recipe))
-    except (yaml.YAMLError, ValueError):
+        return mapping(strict_yaml(recipe))
+    except ValueError:
         return {}
 
 

@@ -8,27 +8,8 @@ from collections.abc import Callable
 
 from harness.records.comparison import Estimate
 
-NAME_LIMIT = 120
 GB, GIB = 10**9, 2**30
 Format = Callable[[float, float], str]  # value, the scale that sets the number of decimals -> text
-
-# Marks that reorder or hide the text around them, and what ends a line in some readers.
-_INVISIBLE = {0x061C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF}
-
-
-def clean(text: object, limit: int = NAME_LIMIT, *, lines: bool = False) -> str:
-    """Any string as one visible line: control and direction marks become U+FFFD, the rest is cut at `limit`.
-
-    lines: keep line ends and tabs.
-    """
-    kept = "\n\t" if lines else ""
-    shown = "".join(c if c in kept or _visible(c) else "\ufffd" for c in str(text).replace("\r\n", "\n")[: 4 * limit])
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def _visible(char: str) -> bool:
-    code = ord(char)
-    return not (code < 32 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in _INVISIBLE)
 
 
 def percent(share: float, scale: float = 0.0) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from harness.records.comparison import Comparison, Estimate
 from harness.records.record import Record
+from qad.untrusted import clean
 from reports.load import Run
-from reports.numbers import clean
 from reports.sections.engine_parity import parity_of
 from reports.sections.items import Pair
 from reports.sections.tables import memory_of, points_of

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.accuracy.protocol import explicit_generation
 from harness.accuracy.quiet import quiet
 from harness.accuracy.suite import SuiteTask
 from qad.errors import DataError
+from qad.untrusted.yaml_text import read_yaml
 
 SHIPPED = Path(__file__).parents[1] / "tasks"
 
@@ -99,20 +98,13 @@ def _local_tasks(folder: Path) -> dict[str, Path]:
     names = {}
     for path in sorted(folder.glob("**/*.yaml")):
         try:
-            document = yaml.load(path.read_text(encoding="utf-8"), _IgnoringTags)
-        except yaml.YAMLError as error:
-            raise DataError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+            document = read_yaml(path, tags=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not YAML: {error}") from error
         for key in ("group", "task"):
             if isinstance(document, dict) and isinstance(document.get(key), str):
                 names[document[key]] = path
     return names
-
-
-class _IgnoringTags(yaml.SafeLoader):
-    """Reads `!function x.y` as nothing: no code of a task file runs."""
-
-
-_IgnoringTags.add_multi_constructor("!", lambda _loader, _suffix, _node: None)
 
 
 def _local_names(places: Places) -> set[str]:

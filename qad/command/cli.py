@@ -357,7 +357,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _gate(args: argparse.Namespace) -> int:
     from harness.records.verdict import to_json
     from qad.command.compare import gate
-    from reports.numbers import clean
+    from qad.untrusted import clean
 
     verdict = gate(args.results, args.policy, args.arm)
     if args.json:

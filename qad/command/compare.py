@@ -40,7 +40,7 @@ def compare_arms(
     """
     from harness.compare.policy import load_policy
     from harness.compare.recovery import compare
-    from reports.numbers import clean
+    from qad.untrusted import clean
     from reports.render import render
     from reports.sections.details import contrasts
     from reports.sections.seeds import training_seeds

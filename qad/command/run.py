@@ -122,8 +122,8 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     from harness.compare.recovery import compare
     from harness.measure.accepted import require_own
     from qad.command.compare import noise_lines, verdict_on
+    from qad.untrusted import clean
     from reports.load import load_records
-    from reports.numbers import clean
     from reports.render import render
     from reports.rows import numbers_by_name
     from reports.sections.tables import summary_text

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
+from qad.untrusted import regular_bytes
+from qad.untrusted.yaml_text import strict_yaml
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
              "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
@@ -64,17 +66,11 @@ class Checkpoint:
     @property
     def card(self) -> dict[str, Any]:
         """Front matter of the folder's README.md (model_name, base_model, license ...), empty where there is none."""
-        readme = self.folder / "README.md"
-        if not readme.is_file():
-            return {}
-        match = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-        if not match:
-            return {}
-        import yaml
-
         try:
-            front = yaml.safe_load(match[1])
-        except yaml.YAMLError:
+            text = regular_bytes(self.folder / "README.md").decode("utf-8", errors="replace")
+            match = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+            front = strict_yaml(match[1]) if match else None
+        except (OSError, ValueError):
             return {}
         return front if isinstance(front, dict) else {}
 

@@ -8,12 +8,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from qad.errors import UsageError
 from qad.recipes.recipe import Accuracy, Fidelity, Measure, Recipe, Throughput
 from qad.text.data import SOURCES
+from qad.untrusted import clean
+from qad.untrusted.yaml_text import read_yaml, strict_yaml
+
+_MESSAGE = 600  # characters, whatever was given
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -33,11 +36,11 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
             raise UsageError(f"recipe {recipe} is neither a file nor a shipped recipe: {hint}")
         path = shipped[recipe]
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        raw = read_yaml(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path} is not a recipe: expected keys such as model, calibrate, train")
     for override in overrides:
@@ -50,7 +53,7 @@ def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{where}: {_explain(error, raw)}") from error
+        raise UsageError(f"{where}: {clean(_explain(error, raw), _MESSAGE)}") from error
 
 
 def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Throughput:
@@ -58,26 +61,15 @@ def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Th
     try:
         section = Measure.model_validate({kind: values})
     except ValidationError as error:
-        raise UsageError(_explain(error, {kind: values})) from error
+        raise UsageError(clean(_explain(error, {kind: values}), _MESSAGE)) from error
     value: Fidelity | Accuracy | Throughput = getattr(section, kind)
     return value
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Two equal keys in one mapping are an error, not the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        repeated = next((key for key in keys if keys.count(key) > 1), None)
-        if repeated is not None:
-            raise yaml.YAMLError(f"key {repeated!r} appears twice, near line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise UsageError(f"--set {override}: expected key=value, such as train.lr=1e-5")
+        raise UsageError(f"--set {clean(override)}: expected key=value, such as train.lr=1e-5")
     node = raw
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -86,9 +78,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
             child = node[parent] = {}
         node = child
     try:
-        node[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--set {override}: the value is not valid YAML") from error
+        node[leaf] = strict_yaml(value)
+    except ValueError as error:
+        raise UsageError(f"--set {clean(override)}: the value is not valid YAML: {error}") from error
 
 
 def _explain(error: ValidationError, raw: Any) -> str:
@@ -104,15 +96,19 @@ def _explain(error: ValidationError, raw: Any) -> str:
     if kind == "missing":
         return f"key {dotted!r} is missing"
     if kind == "model_type":
-        return f"{dotted}: expected its keys, such as {', '.join([*model.model_fields][:3])} (got {first['input']!r})"
+        return f"{dotted}: expected its keys, such as {', '.join([*model.model_fields][:3])} (got {clean(repr(first['input']))})"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         key, kinds = f"{dotted}.source", ", ".join(sorted(SOURCES))
         given = first["input"].get("source") if isinstance(first["input"], dict) else None
-        return f"key {key!r} is missing: one of {kinds}" if given is None else f"{key}: one of {kinds} (got {given!r})"
+        return (
+            f"key {key!r} is missing: one of {kinds}"
+            if given is None
+            else f"{key}: one of {kinds} (got {clean(repr(given))})"
+        )
     message = first["msg"].removeprefix("Value error, ")
     if not dotted or kind == "value_error":  # of a section: names what does not fit together
         return f"{dotted}: {message}" if dotted else message
-    return f"{dotted}: {message} (got {first['input']!r})"
+    return f"{dotted}: {message} (got {clean(repr(first['input']))})"
 
 
 def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseModel]]:

@@ -19,6 +19,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator takes
 Format = Literal["NVFP4", "W4A16_NVFP4", "FP8"]
 
 
@@ -115,7 +116,7 @@ class Train(_Strict):
     """stop after so many validations without a better one"""
     save_every: Positive = 10
     """steps between states that a killed training resumes from"""
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Seed | None = None
     """of the order of the training text; none is the recipe's. Runs that differ in it alone are seeds of one recipe"""
 
     @property
@@ -269,7 +270,7 @@ class Recipe(_Strict):
 
     model: Annotated[str, Field(min_length=1)]
     """folder of the BF16 original, or its name on the hub"""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """of everything that is drawn"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """compute dtype of teacher and student; auto is bfloat16 where the hardware multiplies it natively"""

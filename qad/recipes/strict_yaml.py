@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import pydantic
-import yaml
 
 from qad.errors import UsageError
+from qad.untrusted import clean
+from qad.untrusted.yaml_text import read_yaml
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -16,7 +17,7 @@ Model = TypeVar("Model", bound=pydantic.BaseModel)
 class Strict(pydantic.BaseModel):
     """Unknown keys are errors, nothing is converted, nothing changes."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def shipped_names(folder: Path) -> list[str]:
@@ -39,13 +40,13 @@ def read_shipped(
             raise UsageError(f"{what} {name!r} is neither a file nor shipped: shipped {several} are {', '.join(names)}")
         path = folder / f"{name}.yaml"
     try:
-        return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))), path
+        return model.model_validate(read_yaml(path)), path
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     except pydantic.ValidationError as error:
         raise UsageError(f"{what} {path}: {first_fault(error, f'the {what}')}{hint}") from error
+    except ValueError as error:
+        raise UsageError(f"{what} {path} is not YAML: {error}") from error
 
 
 def first_fault(error: pydantic.ValidationError, whole: str) -> str:
@@ -53,6 +54,6 @@ def first_fault(error: pydantic.ValidationError, whole: str) -> str:
     first = error.errors(include_url=False)[0]
     where, given = ".".join(map(str, first["loc"])) or whole, first["input"]
     if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" + (f" (got {given!r})" if isinstance(given, (str, int, float, type(None))) else "")
+        return f"{clean(where)}: unknown key"
+    message = clean(f"{where}: {first['msg'].removeprefix('Value error, ')}", 400)
+    return message + (f" (got {clean(repr(given))})" if isinstance(given, (str, int, float, type(None))) else "")

@@ -9,6 +9,7 @@ import matplotlib.ticker
 
 from harness.records.comparison import Band, Comparison, Estimate
 from harness.records.record import FidelityData, Record
+from qad.untrusted import clean
 from reports.figures.drawing import (
     CLASS_COLOURS,
     HATCHES,
@@ -22,7 +23,7 @@ from reports.figures.drawing import (
     draw_figure,
 )
 from reports.load import Step
-from reports.numbers import GB, clean, gigabytes, people_list, percent, significant
+from reports.numbers import GB, gigabytes, people_list, percent, significant
 from reports.parts import Figure
 from reports.sections.details import CLASSES
 from reports.sections.outcome import BASELINE, arm_name

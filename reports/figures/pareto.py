@@ -7,8 +7,9 @@ from typing import Any
 from harness.records.comparison import Comparison
 from harness.records.record import Record
 from harness.serving.pareto import Shape, pareto
+from qad.untrusted import clean
 from reports.figures.drawing import MUTED, arm_colour, arm_legend, arm_marker, draw_figure
-from reports.numbers import clean, significant
+from reports.numbers import significant
 from reports.parts import Figure
 from reports.sections.outcome import arm_name
 from reports.sections.serving import serving_of

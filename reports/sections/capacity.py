@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.records.record import CacheCost, EngineMemory, MemoryData, Record, smallest_gpu
-from reports.numbers import clean, gigabytes, people_list, significant
+from qad.untrusted import clean
+from reports.numbers import gigabytes, people_list, significant
 from reports.parts import Cell, Group, Row, Table, Text
 from reports.sections.outcome import BASELINE, arm_name
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from harness.records.comparison import Comparison
 from harness.records.record import AccuracyData, FidelityData, Record, ScoresData
+from qad.untrusted import clean
 from reports.load import Run, Step
-from reports.numbers import clean, people_list, plural
+from reports.numbers import people_list, plural
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.engine_parity import parity_of
 from reports.sections.outcome import BASELINE, PTQ, QAD, arm_name

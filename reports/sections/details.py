@@ -9,8 +9,9 @@ from collections.abc import Callable
 from harness.records.comparison import Comparison, Contrast
 from harness.records.record import MemoryData, Record
 from harness.records.verdict import Verdict
+from qad.untrusted import clean
 from reports.load import SplitText, Step
-from reports.numbers import clean, gigabytes_in_column, percent, plural, significant
+from reports.numbers import gigabytes_in_column, percent, plural, significant
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.outcome import BASELINE, arm_name, filter_note, reading
 from reports.sections.tables import (

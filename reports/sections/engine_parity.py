@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from harness.records.record import Engine, ParityData, ParityLayer, ParityPrompt, Record
-from reports.numbers import clean, plural, significant
+from qad.untrusted import clean
+from reports.numbers import plural, significant
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.outcome import arm_name, engine_tags
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from harness.records.comparison import BenchmarkRow, Comparison
 from harness.records.record import AccuracyData, Record, TaskScore
-from reports.numbers import clean, plural
+from qad.untrusted import clean
+from reports.numbers import plural
 from reports.parts import Block, Cell, Example, Examples, Group, Heading, Row, Table
 from reports.sections.outcome import BASELINE, arm_name
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from harness.records.comparison import Comparison, FidelityRow
 from harness.records.record import AccuracyData, EngineMemory, FidelityData, MemoryData, Record
 from harness.records.serving import ServingData
+from qad.untrusted import clean
 from reports.load import Run
-from reports.numbers import clean, people_list
+from reports.numbers import people_list
 from reports.sections.engine_parity import parity_of
 from reports.sections.items import SAMPLES
 from reports.sections.outcome import BASELINE, PTQ, QAD, arm_name

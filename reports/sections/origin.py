@@ -8,9 +8,8 @@ from typing import Any
 
 from harness.records import record as record_files
 from harness.records.record import Record, arm_order
-from qad.untrusted import mapping
+from qad.untrusted import clean, mapping
 from reports.load import KINDS, Run
-from reports.numbers import clean
 from reports.parts import Block, Cell, Group, Notes, Row, Table, Text
 from reports.sections.outcome import arm_name, engine_tags
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import ARMS, Engine, MemoryData, Record, arm_label, arm_order
 from harness.records.verdict import Verdict
+from qad.untrusted import clean
 from reports.load import Step
-from reports.numbers import clean, gigabytes, people_list, percent, percent_interval, plural, significant
+from reports.numbers import gigabytes, people_list, percent, percent_interval, plural, significant
 from reports.parts import Banner
 
 LOW_RECOVERY = 0.95  # a benchmark below it gets a warning, however good the median is

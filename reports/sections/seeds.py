@@ -7,7 +7,8 @@ import statistics
 
 from harness.records.comparison import Comparison, TrainedSeed
 from harness.records.record import Record
-from reports.numbers import clean, percent, plural, significant
+from qad.untrusted import clean
+from reports.numbers import percent, plural, significant
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.outcome import arm_name
 

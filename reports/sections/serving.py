@@ -12,7 +12,8 @@ from harness.records.serving import Cell as LoadCell
 from harness.records.serving import ServingData
 from harness.serving.pareto import cells_of
 from harness.serving.statistics import CellSummary, Quantile, summarize
-from reports.numbers import clean, percent, plural, significant
+from qad.untrusted import clean
+from reports.numbers import percent, plural, significant
 from reports.parts import Cell, Group, Notes, Row, Table
 from reports.sections.outcome import BASELINE, arm_name
 from reports.sections.tables import NOT_AVAILABLE, NOT_MEASURED, number_cell

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from harness.records.comparison import Comparison, Estimate, FidelityRow
-from reports.numbers import clean, significant
+from qad.untrusted import clean
+from reports.numbers import significant
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.outcome import BASELINE, arm_name
 from reports.sections.tables import NOT_AVAILABLE, NOT_MEASURED, number_cell, share_cell

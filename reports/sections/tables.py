@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow, standing
 from harness.records.record import MemoryData, Record, ThroughputData, ThroughputPoint
+from qad.untrusted import clean
 from reports.numbers import (
-    clean,
     gigabytes,
     interval,
     percent,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from qad.untrusted import count, is_number, json_lines, mapping, names, strict_json, text_lines
+from qad.untrusted import clean, count, is_number, json_lines, mapping, names, regular_bytes, strict_json, text_lines
 
 SEPARATORS = ["\u2028", "\u2029", "\x85", "\x1c", "\x0b", "\x0c"]  # where str.splitlines cuts
 
@@ -87,3 +88,27 @@ def test_a_newline_alone_ends_a_line(separator: str, tmp_path: Path) -> None:
     if separator >= " ":  # the others have to be escaped in JSON
         assert [row for _, row in json_lines(path)] == rows
     assert [number for number, _ in text_lines(path)] == [1, 3]
+
+
+def test_clean_shows_what_would_hide() -> None:
+    assert clean("a\x00b\u202ec\ud800d\ne\u200bf") == "a�b�c�d�e�f"
+    assert clean("a\n\tb", lines=True) == "a\n\tb"
+    assert clean("日本 é") == "日本 é"
+    assert clean("x" * 10_000) == "x" * 119 + "…"
+
+
+def test_a_regular_file_alone_is_read(tmp_path: Path) -> None:
+    """A pipe without a writer is not waited for."""
+    file = tmp_path / "file"
+    file.write_bytes(b"1234")
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    assert regular_bytes(file) == regular_bytes(tmp_path / "link", 4) == b"1234"
+    with pytest.raises(ValueError, match="4 bytes, 3 at the most"):
+        regular_bytes(file, 3)
+    for name in ("pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="no regular file"):
+            regular_bytes(tmp_path / name)
+    for name in ("absent", "."):
+        with pytest.raises((OSError, ValueError)):
+            regular_bytes(tmp_path / name)

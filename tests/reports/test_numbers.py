@@ -7,7 +7,6 @@ import pytest
 
 from harness.records.comparison import Estimate
 from reports.numbers import (
-    clean,
     gigabytes,
     gigabytes_in_column,
     interval,
@@ -71,13 +70,6 @@ def test_interval_has_the_decimals_of_its_value() -> None:
 def test_no_interval_is_no_text() -> None:
     assert interval(estimate(0.5, None, None)) == ""
     assert interval(estimate(0.0, 0.0, 0.0)) == ""
-
-
-def test_clean_shows_what_would_hide() -> None:
-    assert clean("a\x00b\u202ec\ud800d\ne\u200bf") == "a�b�c�d�e�f"
-    assert clean("a\n\tb", lines=True) == "a\n\tb"
-    assert clean("日本 é") == "日本 é"
-    assert clean("x" * 10_000) == "x" * 119 + "…"
 
 
 def test_plural() -> None:

@@ -1,15 +1,22 @@
-"""JSON that others wrote: one strict reader of values and of lines, and what each value is before it is used."""
+"""What others wrote: one strict reader of JSON and of its lines, what each value is before it is used, and how any of it is
+shown. YAML is read by qad.untrusted.yaml_text."""
 
 from __future__ import annotations
 
 import collections
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
+NAME_LIMIT = 120
+LARGEST = 100_000_000  # bytes of a JSON file, as of a safetensors header
 _SHOWN = 80  # characters of a foreign key or number in a message
+# Marks that reorder or hide the text around them, and what ends a line in some readers.
+_INVISIBLE = {0x061C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF}
 _DIGITS = 300  # of a whole number; floats end at 308
 
 
@@ -27,6 +34,19 @@ def strict_json(text: str | bytes, *, nan_is_null: bool = False) -> Any:
         )  # fmt: skip
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def regular_bytes(path: Path, limit: int = LARGEST) -> bytes:
+    """The bytes of a regular file. Raises OSError where it cannot be read, ValueError for anything that has no end of its own
+    (a pipe, a device, a socket, a folder) and for more than `limit` bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would be waited for
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it is no regular file")
+        if facts.st_size > limit:
+            raise ValueError(f"it has {facts.st_size:,} bytes, {limit:,} at the most are read")
+        return file.read(limit)
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -99,3 +119,18 @@ def is_number(value: object) -> TypeGuard[int | float]:
 def count(value: object) -> int | None:
     """A whole number of things, 0 or more; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def clean(text: object, limit: int = NAME_LIMIT, *, lines: bool = False) -> str:
+    """Any string as one visible line: control and direction marks become U+FFFD, the rest is cut at `limit`.
+
+    lines: keep line ends and tabs.
+    """
+    kept = "\n\t" if lines else ""
+    shown = "".join(c if c in kept or _visible(c) else "\ufffd" for c in str(text).replace("\r\n", "\n")[: 4 * limit])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _visible(char: str) -> bool:
+    code = ord(char)
+    return not (code < 32 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in _INVISIBLE)
