@@ -40,6 +40,7 @@ lint: setup
 bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/fake_quantize.py
 	$(BIN)/python tests/bench/step.py $(MODEL)
+	$(BIN)/python tests/bench/experts.py
 	$(BIN)/python tests/bench/coverage.py
 	$(BIN)/python tests/bench/export_any_size.py
 	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi

@@ -5,7 +5,7 @@ The trainer's forward and the exporter go through these two, so the student that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -103,3 +103,18 @@ def _warn_of_saturation(weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp
             "search cuts off fewer than 1 % on purpose; trained weights that moved too far lose more",
             stacklevel=3,
         )
+
+
+def fake_quantize_stack(weight_ENK: Tensor, frozen: Sequence[nvfp4.FrozenScales], out_ENK: Tensor) -> None:
+    """`fake_quantize_group` of every weight of a stack of 4-bit groups at once, written to `out_ENK`.
+
+    weight_ENK: one scale group a first index, such as gate and up of one expert below each other.
+    frozen: of each group; empty where scales are dynamic.
+    """
+    if frozen:
+        global_scale_E = torch.stack([scales.global_scale.reshape(()) for scales in frozen])
+        nvfp4.fake_quantize_stack(weight_ENK, global_scale_E, torch.stack([s.block_scale for s in frozen]), out_ENK)
+        return
+    flat = weight_ENK.detach().flatten(1)
+    global_scale_E = nvfp4.global_scale_from_amax(torch.maximum(flat.amax(1), -flat.amin(1)).float())  # no copy of |w|
+    nvfp4.fake_quantize_stack(weight_ENK, global_scale_E, None, out_ENK)

@@ -291,6 +291,24 @@ def fake_quantize(
     return out
 
 
+def fake_quantize_stack(
+    weight_ENK: Tensor, global_scale_E: Tensor, block_scale_ENG: Tensor | None, out_ENK: Tensor
+) -> None:
+    """`fake_quantize` of every weight of a stack with its own global scale, in one pass, written to `out_ENK` (contiguous).
+
+    global_scale_E: FP32.
+    block_scale_ENG: frozen, float8_e4m3fn [E, N, K/16]; None for dynamic ones.
+    Raises ValueError for K not divisible by 16.
+    """
+    _require_blocks(weight_ENK, "weight")
+    blocks = weight_ENK[0].numel() // BLOCK_SIZE
+    scales = [global_scale_E.repeat_interleave(blocks)[:, None]]
+    if block_scale_ENG is not None:
+        scales.append(block_scale_ENG.float().reshape(-1, 1))
+    kernel: Any = _fake_quantize_blocks if block_scale_ENG is None else _fake_quantize_frozen_blocks
+    compiled(kernel, weight_ENK)(as_blocks(weight_ENK.detach()), *scales, out_ENK.detach().view(-1, BLOCK_SIZE))
+
+
 def _frozen(weight: Tensor, global_scale: Tensor | None, block_scale: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 values of given scales on the weight's device: global [], block [blocks, 1]."""
     expected = (*weight.shape[:-1], weight.shape[-1] // BLOCK_SIZE)

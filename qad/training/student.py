@@ -21,8 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qad.arms.arm import Arm
 from qad.errors import ArtifactError
 from qad.model.experts import StoredNames, expert_stacks
+from qad.numerics.formats import FP8
 from qad.numerics.grouped import ExpertInputs, quantize_experts
-from qad.numerics.groups import fake_quantize_group
+from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
 from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.numerics.nvfp4 import FrozenScales
 from qad.training.saturation import Saturation
@@ -96,8 +97,10 @@ class Student:
     def deploy(self) -> None:
         """Write into the model what the exporter would write into a checkpoint, decoded."""
         parameters = self.stored.of({name: parameter.detach() for name, parameter in self.model.named_parameters()})
-        deployed: set[str] = set()
+        deployed = self._deploy_stacks()
         for group in self.selection.groups:
+            if f"{group[0]}.weight" in deployed:
+                continue
             weights = {module: self.weights[f"{module}.weight"] for module in group}
             targets = {module: parameters[f"{module}.weight"] for module in group}
             form = self.selection.format_of(group[0])
@@ -105,6 +108,21 @@ class Student:
         for name, parameter in parameters.items():
             if name not in deployed:
                 parameter.copy_(self.weights[name].to(torch.bfloat16))
+
+    def _deploy_stacks(self) -> set[str]:
+        """Experts in 4 bits, a parameter at once; the names in the checkpoint of what was written."""
+        deployed: set[str] = set()
+        for name, inputs in self.experts.items():
+            if inputs.format == FP8:
+                continue
+            layer = self.model.get_submodule(name)
+            for leaf in ("gate_up_proj", "down_proj"):
+                master, parameter = self.masters[f"{name}.{leaf}"], layer.get_parameter(leaf)
+                parts = list(self.stored.parts(f"{name}.{leaf}", master.detach()))
+                frozen = [self.frozen[part.removesuffix(".weight")] for part in parts] if self.frozen else []
+                fake_quantize_stack(master, _stacked(frozen, len(master)), parameter)
+                deployed.update(parts)
+        return deployed
 
     def checkpoint_activations(self) -> None:
         """Recompute each layer's activations in the backward pass instead of keeping them. The layers alone learn that
@@ -160,3 +178,10 @@ def _of_shape(weight: Tensor, like: Tensor) -> Tensor:
     """Copying would repeat a smaller tensor without a word."""
     assert weight.shape == like.shape, (weight.shape, like.shape)
     return weight
+
+
+def _stacked(scales: list[FrozenScales], groups: int) -> list[FrozenScales]:
+    """Scales of a stack's groups, from those of its modules in order: a group's lie below each other."""
+    size = len(scales) // groups
+    members = (scales[start : start + size] for start in range(0, len(scales), size or 1))
+    return [FrozenScales(torch.cat([s.block_scale for s in group]), group[0].global_scale) for group in members]

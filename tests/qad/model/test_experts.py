@@ -25,14 +25,17 @@ from qad.arms.selection import Selection, select
 from qad.artifact import run_stage
 from qad.command.cli import main
 from qad.errors import SourceError, UsageError
-from qad.model.experts import Experts, StoredNames, split_experts
+from qad.model.experts import Experts, Stack, StoredNames, split_experts
 from qad.model.families import input_scale_groups
 from qad.model.loader import DTYPES, load_model, load_skeleton
 from qad.model.source import open_checkpoint
 from qad.numerics import nvfp4
+from qad.numerics.compiled import compilation
+from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
+from qad.numerics.scale_search import search_scales
 from qad.text.packing import Windows
 from qad.training.calibrate import Calibration, calibrate
-from qad.training.student import Student
+from qad.training.student import Student, _stacked
 
 EXPERT = "model.layers.{}.mlp.experts.{}"
 
@@ -389,3 +392,25 @@ def test_a_mixture_trains_and_what_was_trained_is_deployed(moe_dir: Path, tmp_pa
     ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(bits(student.model(ids).logits), bits(reloaded(ids).logits))
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "mse"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_stack_of_experts_is_quantized_as_expert_by_expert(scales: str, compiled: bool) -> None:
+    """Seven experts, one of zeros, one a thousand times larger: bits of gate and up together, and of down alone."""
+    stack = Stack("experts", "experts", ("gate", "up", "down"))
+    halves = torch.randn(7, 2 * 16, 48, generator=torch.Generator().manual_seed(4))
+    down = torch.randn(7, 48, 16, generator=torch.Generator().manual_seed(5))
+    for tensor in (halves, down):
+        tensor[2], tensor[3] = 0, tensor[3] * 1000
+    for leaf, tensor in (("gate_up_proj", halves), ("down_proj", down)):
+        parts = stack.parts(leaf, tensor)
+        groups = [{n: parts[n] for n in stack.modules(e) if n in parts} for e in range(7)]
+        frozen = [search_scales(group, "mse") for group in groups] if scales == "mse" else [{} for _ in groups]
+        expected = [
+            torch.cat([value for _, value in fake_quantize_group(g, f)]) for g, f in zip(groups, frozen, strict=True)
+        ]
+        actual = torch.empty_like(tensor)
+        with compilation(compiled):
+            fake_quantize_stack(tensor, _stacked([s for f in frozen for s in f.values()], 7), actual)
+        assert torch.equal(bits(actual), bits(torch.stack(expected)))
