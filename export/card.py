@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from export.files.safetensors_writer import Entry
-from export.layouts.layout import SCALES, Layout
+from export.layouts.layout import Layout, scale_leaves
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
-from qad.numerics.formats import FOUR_BITS, FP8
+from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS
 from qad.untrusted.yaml_text import strict_yaml
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")
@@ -49,16 +49,10 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
 
 def _formats(selection: Selection) -> str:
     """How many Linears have how many weights in which format."""
-    eight = {module for module in selection.modules if selection.format_of(module) == FP8}
-    kinds = (
-        (eight, "in FP8 (E4M3) with one FP32 scale per fused group"),
-        (selection.modules.keys() - eight, "in 4 bits with an E4M3 scale for 16 and one FP32 scale per fused group"),
-    )
-    found = []
-    for modules, what in kinds:
-        weights = sum(n * k for n, k in (selection.modules[module] for module in modules))
-        found += [f"{len(modules)} Linears, {weights:,} weights {what}"] if modules else []
-    return "; ".join(found)
+    kinds: dict[str, list[int]] = {record.kind: [] for record in reversed(FORMATS.values())}
+    for module, (n, k) in selection.modules.items():
+        kinds[FORMATS[selection.format_of(module)].kind].append(n * k)
+    return "; ".join(f"{len(sizes)} Linears, {sum(sizes):,} weights {kind}" for kind, sizes in kinds.items() if sizes)
 
 
 def with_recovery(card: str, table: str, model_index: list[dict[str, Any]] | None = None) -> str:
@@ -103,38 +97,42 @@ def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {key: card[key] for key in _CARRIED if key in card}
     formats = {arm.selection.format_of(module) for module in arm.selection.modules}
-    kinds = [tag for tag, of in (("nvfp4", FOUR_BITS), ("fp8", (FP8,))) if formats.intersection(of)]
+    records = [record for name, record in FORMATS.items() if name in formats]
+    kinds = list(dict.fromkeys(record.tag for record in records))
+    block = next((record.block for record in records if record.block), None)
     own = [*kinds, layout.name, "nvfp4-qad", arm.name]
     carried = [tag for tag in _list(card.get("tags")) if tag not in own]
     front["tags"] = [*carried, *own]
     front["quantization"] = {
         "algorithm": arm.selection.algorithm,
         "method": "quantization-aware distillation" if arm.trained else "post-training quantization",
-        **({"group_size": 16} if formats.intersection(FOUR_BITS) else {}),
+        **({"group_size": block} if block else {}),
     }
     return front
 
 
 def size_table(layout: Layout, entries: Iterable[Entry]) -> str:
     """Bytes by kind, as Markdown. Effective bits per parameter are 8 x bytes / logical parameters; scales are none."""
-    sizes = dict.fromkeys(("4-bit codes", "8-bit weights", "block scales", "global and input scales", "unquantized"), 0)
-    quantized = parameters = 0
+    default = next(iter(FORMATS.values())).codes
+    kinds = dict.fromkeys(record.codes for record in FORMATS.values())
+    sizes = dict.fromkeys((*kinds, "block scales", "global and input scales", "unquantized"), 0)
+    quantized, parameters, scales = 0, 0, scale_leaves()
     for entry in entries:
         leaf, elements = entry.name.rpartition(".")[2], math.prod(entry.shape)
-        if leaf == layout.codes and entry.dtype == "U8":
-            kind, quantized = "4-bit codes", quantized + 2 * elements
-        elif leaf == "weight" and entry.dtype == "F8_E4M3":
-            kind, parameters = "8-bit weights", parameters + elements
-        elif leaf == layout.block_scale and entry.dtype == "F8_E4M3":
+        found = layout.find(leaf, entry.dtype)
+        if found and found[1].role == CODES:
+            kind, elements = found[0].codes, elements * (found[1].per or 1)
+            parameters, quantized = parameters + elements, quantized + elements * (found[0].bits == 4)
+        elif found and found[1].role == BLOCK_SCALE:
             kind = "block scales"
-        elif leaf in SCALES or leaf in ("k_scale", "v_scale"):
+        elif leaf in scales or leaf in ("k_scale", "v_scale"):
             kind = "global and input scales"
         else:
             kind, parameters = "unquantized", parameters + elements
         sizes[kind] += entry.bytes
-    parameters += quantized
     total = sum(sizes.values())
-    shown = {kind: size for kind, size in sizes.items() if size or kind != "8-bit weights"} | {"all tensors": total}
+    shown = {kind: size for kind, size in sizes.items() if size or kind == default or kind not in kinds}
+    shown |= {"all tensors": total}
     rows = [f"| {kind} | {size:,} | {100 * size / total:.1f} % |" for kind, size in shown.items()]
     return (
         "\n".join(("| | bytes | share |", "|---|---:|---:|", *rows))

@@ -46,7 +46,9 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from files.e11_files(folder)
     yield from metadata.e1_places_agree(folder)
     yield from metadata.e2_algorithm(folder)
-    if (folder.algorithm is not None and folder.algorithm not in metadata.CHECKED) or metadata.unchecked_layers(folder):
+    if (folder.algorithm is not None and folder.algorithm not in metadata.checked()) or metadata.unchecked_layers(
+        folder
+    ):
         return
     if not folder.packed and not folder.unreadable:
         yield error(

@@ -22,7 +22,7 @@ from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_file
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import Scheme
 from export.rules.findings import Finding
-from export.rules.metadata import CHECKED
+from export.rules.metadata import checked
 from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
@@ -72,8 +72,8 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
 
 def require_convertible(folder: Folder, target: Layout) -> Scheme:
     """The scheme to write. Raises as `convert` does."""
-    if folder.algorithm is not None and folder.algorithm not in CHECKED:
-        raise UsageError(f"{folder.path} is {folder.algorithm}: only {', '.join(CHECKED)} can be converted")
+    if folder.algorithm is not None and folder.algorithm not in checked():
+        raise UsageError(f"{folder.path} is {folder.algorithm}: only {', '.join(checked())} can be converted")
     errors = [finding for finding in check(folder.path) if finding.severity == "error"]
     if errors:
         raise BrokenCheckpointError(_refusal(folder, errors))

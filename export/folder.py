@@ -16,27 +16,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from export.files.safetensors_writer import Entry
-from export.layouts.compressed_tensors import FORMAT, FP8_FORMAT, MIXED_FORMAT
+from export.layouts.compressed_tensors import format_names
 from export.layouts.config_files import INDEX, NESTED
 from export.layouts.exclude import equal_or_regex
-from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, SCALES, Layout
+from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout, code_dtypes, scale_leaves
 from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST
 from qad.errors import UsageError
 from qad.model.families import never_quantized
 from qad.numerics.formats import (
+    BLOCK_SCALE,
+    CODES,
     FORMATS,
-    FP8,
+    INPUT_SCALE,
     MIXED,
-    NVFP4,
-    W4A16_NVFP4,
+    Format,
+    Quantized,
     algorithm_of,
     announced_algorithm,
+    with_inputs,
 )
-from qad.numerics.fp8 import Fp8Tensor
-from qad.numerics.groups import Quantized
-from qad.numerics.nvfp4 import QuantizedTensor
 from qad.untrusted import mapping, names
 
 FLOATING = ("BF16", "F16", "F32")
@@ -83,8 +83,8 @@ class Folder:
         method = (self.quantization or {}).get("quant_method")
         if isinstance(method, str) and method in _METHODS:
             return _METHODS[method]
-        packed = any(name.endswith(f".{COMPRESSED_TENSORS.codes}") for name in self.tensors)
-        return COMPRESSED_TENSORS if packed else MODELOPT
+        own = {f".{COMPRESSED_TENSORS.leaf(format, CODES)}" for format in FORMATS} - {".weight"}
+        return COMPRESSED_TENSORS if any(name.endswith(tuple(own)) for name in self.tensors) else MODELOPT
 
     @functools.cached_property
     def algorithm(self) -> str | None:
@@ -101,12 +101,14 @@ class Folder:
         groups = self._groups
         places = (self.quantization or {}, *groups)
         formats = {str(place["format"]) for place in places if place.get("format")}
-        foreign = formats - {FORMAT, FP8_FORMAT, MIXED_FORMAT}
+        foreign = formats - format_names()
         if (foreign or self._says_channels) and self._holds_other_formats:
             return ", ".join(sorted(formats))
         if groups:
             return algorithm_of(_group_format(group) for group in groups)
-        return algorithm_of(self.stored_format(module) for module in self.packed) if self.packed else NVFP4
+        return (
+            algorithm_of(self.stored_format(module) for module in self.packed) if self.packed else next(iter(FORMATS))
+        )
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -114,12 +116,13 @@ class Folder:
 
     @property
     def _holds_other_formats(self) -> bool:
-        """Weights that are neither NVFP4 nor FP8 with one scale per tensor."""
+        """Weights of no format here: FP8 has one scale per tensor."""
+        foreign = {"F8_E5M2", "I8", "I32"} - code_dtypes()
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
             scale = self.entry(f"{module}.weight_scale")
             many = entry.dtype == "F8_E4M3" and scale is not None and math.prod(scale.shape) != 1
-            if leaf in ("weight", "weight_packed") and (many or entry.dtype in ("F8_E5M2", "I8", "I32")):
+            if leaf in ("weight", "weight_packed") and (many or entry.dtype in foreign):
                 return True
         return False
 
@@ -151,38 +154,50 @@ class Folder:
         return next(by_target, self.listed.get("Linear"))
 
     def stored_format(self, module: str) -> str:
-        """The format whose tensors a module has, whatever the metadata say."""
-        weight = self.entry(f"{module}.weight")
-        if weight is not None and weight.dtype == "F8_E4M3":
-            return FP8
-        return W4A16_NVFP4 if self.entry(f"{module}.{self.layout.input_scale}") is None else NVFP4
+        """The format whose tensors a module has, whatever the metadata say; the first one where its codes are nobody's."""
+        return self.format_in(module, self.layout)
+
+    def format_in(self, module: str, layout: Layout) -> str:
+        """`stored_format` by the names of a layout."""
+        default = next(iter(FORMATS.values()))
+        codes = {format.name: self.entry(f"{module}.{layout.leaf(format.name, CODES)}") for format in FORMATS.values()}
+        found = [f for f in FORMATS.values() if (entry := codes[f.name]) and entry.dtype == f.tensors[0].dtype]
+        found = found or [format for format in FORMATS.values() if format.stores_alike(default)]
+        inputs = self.entry(f"{module}.{layout.leaf(found[0].name, INPUT_SCALE)}")
+        return with_inputs(found, inputs is not None).name
 
     def format_of(self, module: str) -> str:
         """The announced format where it is one that is known, else the stored one."""
         announced = self.announced_format(module)
         return announced if announced in FORMATS else self.stored_format(module)
 
+    def record_of(self, module: str) -> Format:
+        """The record of `format_of`."""
+        return FORMATS[self.format_of(module)]
+
     def leaves_of(self, module: str) -> tuple[str, ...]:
         """Last parts of the tensor names that a module of its format has, the weight's first."""
         return self.layout.leaves_of(self.format_of(module))
 
     def shape_of(self, module: str) -> tuple[int, int] | None:
-        """[N, K] of a module by its codes or FP8 values; None where they are not there, or damaged."""
-        format = self.format_of(module)
-        entry = self.entry(f"{module}.{self.layout.leaves_of(format)[0]}")
-        if entry is None or len(entry.shape) != 2 or entry.dtype != ("F8_E4M3" if format == FP8 else "U8"):
+        """[N, K] of a module by its codes; None where they are not there, or damaged."""
+        codes = self.record_of(module).tensors[0]
+        entry = self.entry(f"{module}.{self.leaves_of(module)[0]}")
+        if entry is None or len(entry.shape) != 2 or entry.dtype != codes.dtype:
             return None
         n, stored = entry.shape
-        return (n, stored) if format == FP8 else (n, 2 * stored)
+        return n, stored * (codes.per or 1)
 
     @property
-    def holds_nvfp4(self) -> bool:
-        """Any module with 4-bit codes beside E4M3 block scales."""
+    def holds_blocks(self) -> bool:
+        """Any module with codes beside block scales, as one of the formats has them."""
         for layout in LAYOUTS.values():
             for name, (_, entry) in self.tensors.items():
                 module, _, leaf = name.rpartition(".")
-                scale = self.entry(f"{module}.{layout.block_scale}")
-                if leaf == layout.codes and entry.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3":
+                found = layout.find(leaf, entry.dtype)
+                block = found[0].stored(BLOCK_SCALE) if found and found[1].role == CODES else None
+                scale = self.entry(f"{module}.{layout.leaf(found[0].name, BLOCK_SCALE)}") if found else None
+                if block and scale is not None and scale.dtype == block.dtype:
                     return True
         return False
 
@@ -251,12 +266,12 @@ class Folder:
 
     def quantized(self, module: str) -> Quantized:
         """A quantized module with its decode scale. Its tensors must be there, with the dtypes of the layout."""
-        leaves = self.leaves_of(module)
-        if self.format_of(module) == FP8:
-            weight, scale = (self.get(f"{module}.{leaf}") for leaf in leaves[:2])
-            return Fp8Tensor(weight, self.layout.decode_scale(scale, FP8))
-        codes, block_scale, global_scale = (self.get(f"{module}.{leaf}") for leaf in leaves[:3])
-        return QuantizedTensor(codes, block_scale, self.layout.decode_scale(global_scale))
+        record, layout = self.record_of(module), self.layout
+        stored = []
+        for place in (tensor for tensor in record.tensors if tensor.role != INPUT_SCALE):
+            tensor = self.get(f"{module}.{layout.leaf(record.name, place.role)}")
+            stored.append(layout.decode_scale(tensor, record.name) if place.per is None else tensor)
+        return record.numerics().from_tensors(*stored)
 
     @functools.cached_property
     def leaves(self) -> dict[str, list[str]]:
@@ -269,12 +284,14 @@ class Folder:
 
     @functools.cached_property
     def packed(self) -> dict[str, None]:
-        """Modules with anything quantized about them, in the files' order: U8 codes, FP8 values, or any scale, by the names
-        of either layout."""
+        """Modules with anything quantized about them, in the files' order: codes, or any scale, by the names of either
+        layout."""
         modules: dict[str, None] = {}
+        dtypes, scales = code_dtypes(), scale_leaves()
+        scales |= {layout.leaf(format, CODES) for layout in LAYOUTS.values() for format in FORMATS} - {"weight"}
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
-            if (leaf == "weight" and entry.dtype in ("U8", "F8_E4M3")) or leaf == "weight_packed" or leaf in SCALES:
+            if (leaf == "weight" and entry.dtype in dtypes) or leaf in scales:
                 modules[module] = None
         return modules
 
@@ -362,7 +379,7 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     if not config.get("quantization_config") and folder.nested is None and not folder.packed:
         raise UsageError(f"{path} is not quantized: give an NVFP4 checkpoint (make one with `qad run`)")
     method = (folder.quantization or {}).get("quant_method")
-    if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_nvfp4:
+    if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_blocks:
         raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")
     return folder
 
@@ -378,10 +395,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def _group_format(group: dict[str, Any]) -> str:
     """Of a config group of compressed-tensors: by its own format, else by the bits of its weights."""
-    weights, own = mapping(group.get("weights")), group.get("format")
-    if own == FP8_FORMAT or (own != FORMAT and weights.get("num_bits") == 8):
-        return FP8
-    return NVFP4 if group.get("input_activations") else W4A16_NVFP4
+    bits, own = mapping(group.get("weights")).get("num_bits"), group.get("format")
+    records = list(FORMATS.values())
+    found = [record for record in records if COMPRESSED_TENSORS.of(record.name).algorithm == own]
+    found = found or [record for record in records if record.bits == bits]
+    found = found or [record for record in records if record.stores_alike(records[0])]
+    return with_inputs(found, bool(group.get("input_activations"))).name
 
 
 def _looks_like_embedding(module: str) -> bool:

@@ -32,7 +32,7 @@ from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, open_artifact, require_apart, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
-from qad.numerics.formats import FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, algorithm_of
+from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, algorithm_of
 from qad.untrusted import mapping
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
@@ -132,12 +132,15 @@ def _names(folder: Folder, file: str) -> set[str]:
 
 
 def _layout_of_tensors(folder: Folder) -> Layout | None:
-    """The layout whose names all global scales have, of FP8 alone the one whose scalars have that shape, whatever the metadata
-    says; None where it is none or both."""
+    """The layout whose names all global scales have, where layouts share them the one whose scalars have that shape, whatever
+    the metadata says; None where it is none or both."""
     leaves = {name.rpartition(".")[2] for name in folder.tensors}
-    found = [layout for layout in LAYOUTS.values() if layout.global_scale in leaves]
+    named = {name: {layout.leaf(f, GLOBAL_SCALE) for f in FORMATS} for name, layout in LAYOUTS.items()}
+    shared = set.intersection(*named.values())
+    found = [layout for name, layout in LAYOUTS.items() if leaves & (named[name] - shared)]
     if not found and folder.packed:
-        shapes = {e.shape for m in folder.packed if (e := folder.entry(f"{m}.weight_scale")) is not None}
+        scalars = (folder.entry(f"{module}.{leaf}") for module in folder.packed for leaf in shared)
+        shapes = {entry.shape for entry in scalars if entry is not None}
         found = [layout for layout in LAYOUTS.values() if shapes == {layout.scalar}]
     return found[0] if len(found) == 1 else None
 
@@ -212,17 +215,13 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
 
 
 def _formats(folder: Folder, layout: Layout) -> dict[str, str] | None:
-    """Module -> format, by the tensors. None where some 4-bit modules have an input scale and others not, unless the metadata
-    say so of each: else neither W4A4 nor W4A16 is known to be what was meant."""
-    found: dict[str, str] = {}
-    for module in in_model_order(folder):
-        weight = folder.entry(f"{module}.weight")
-        with_input = f"{module}.{layout.input_scale}" in folder.tensors
-        eight = weight is not None and weight.dtype == "F8_E4M3"
-        found[module] = FP8 if eight else NVFP4 if with_input else W4A16_NVFP4
-    four = {format for format in found.values() if format in FOUR_BITS}
+    """Module -> format, by the tensors. None where of modules with weights stored alike some have an input scale and others
+    not, unless the metadata say so of each: else neither W4A4 nor W4A16 is known to be what was meant."""
+    found = {module: folder.format_in(module, layout) for module in in_model_order(folder)}
     said = {module: folder.announced_format(module) for module in found} if folder.algorithm == MIXED else {}
-    if len(four) > 1 and any(said.get(module) != format for module, format in found.items() if format in FOUR_BITS):
+    present = {*found.values()}
+    unsure = {f for f in present if any(o != f and FORMATS[o].stores_alike(FORMATS[f]) for o in present)}
+    if any(said.get(module) != format for module, format in found.items() if format in unsure):
         return None
     return found
 

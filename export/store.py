@@ -103,7 +103,7 @@ def _quantized(arm: Arm, selection: Selection, layout: Layout, group: tuple[str,
     def make() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for module, q in arm.quantize(group).items():
-            tensors |= layout.tensors(module, q, arm.input_scales.get(module))
+            tensors |= layout.tensors(module, q, arm.input_scales.get(module), selection.format_of(module))
         for unit in plain:
             tensors |= unit.make()
         return tensors

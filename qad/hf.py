@@ -26,17 +26,20 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qad.model.experts import Projections, conversions_of_split, join_experts, split_experts
-from qad.numerics import fp8, nvfp4
-from qad.numerics.formats import FORMATS, FP8, MIXED, announced_algorithm, quantizes_activations
+from qad.numerics.formats import FORMATS, INPUT_SCALE, MIXED, Stored, announced_algorithm
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.linear import QuantizedLinear
-from qad.numerics.nvfp4 import BLOCK_SIZE
 
 METHOD = "modelopt"
-ALGORITHMS = (*FORMATS, MIXED)
-_DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
-_FP8_DTYPES = {"weight": "F8_E4M3", "weight_scale": "F32", "input_scale": "F32"}
+BLOCK_SIZE = 16  # what K has to be divisible by, in every format
 _ADVICE = "`qad check` says what is broken"
+_TORCH = {"U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+
+
+def _stored(format: str) -> dict[str, Stored]:
+    """Last part of a tensor's name -> what it is, of a module of a format."""
+    record = FORMATS[format]
+    return {record.layouts[METHOD].leaves[tensor.role]: tensor for tensor in record.tensors}
 
 
 class ModelOptConfig(QuantizationConfigMixin):
@@ -54,11 +57,12 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.layers = {name: str(layer.get("quant_algo")).upper() for name, layer in self._listed().items()}
         self.algorithm = announced_algorithm({**self.rest, "quant_algo": quant_algo})
         for algorithm in (self.algorithm, *self.layers.values()):
-            if algorithm not in (ALGORITHMS if algorithm == self.algorithm else FORMATS):
-                known = ", ".join(ALGORITHMS)
+            if algorithm not in FORMATS and not algorithm == self.algorithm == MIXED:
+                known = ", ".join((*FORMATS, MIXED))
                 raise ValueError(f"quant_algo {algorithm!r} is not one this loader decodes: {known}")
         groups = [self.rest, *(g.get("weights") or {} for g in (self.rest.get("config_groups") or {}).values())]
-        size = next((g["group_size"] for g in groups if g.get("group_size") not in (None, BLOCK_SIZE)), None)
+        blocks = {record.block for record in FORMATS.values()}
+        size = next((g["group_size"] for g in groups if g.get("group_size") not in (None, *blocks)), None)
         if size is not None:
             raise ValueError(f"group_size {size} is not one this loader decodes: NVFP4 blocks have {BLOCK_SIZE}")
 
@@ -95,36 +99,23 @@ class PackedLinear(nn.Module):
         super().__init__()
         n, k = linear.out_features, linear.in_features
         self.format = format
-        stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
-        if format == FP8:
-            stored = {"weight": ((n, k), torch.float8_e4m3fn), "weight_scale": ((), torch.float32)}
-        else:
-            stored = {
-                "weight": ((n, k // 2), torch.uint8),
-                "weight_scale": ((n, k // BLOCK_SIZE), torch.float8_e4m3fn),
-                "weight_scale_2": ((), torch.float32),
-            }
-        if quantizes_activations(format):
-            stored["input_scale"] = ((), torch.float32)
-        for name, (shape, dtype) in stored.items():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
+        for name, tensor in _stored(format).items():
+            shape = () if tensor.per is None else tensor.shape(n, k)
+            empty = torch.empty(shape, dtype=_TORCH[tensor.dtype], device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.bias = linear.bias
 
     @torch.no_grad()
     def decode(self, dtype: torch.dtype) -> QuantizedLinear:
         """The Linear that computes."""
-        tensors = {name: parameter.data for name, parameter in self.named_parameters(recurse=False)}
-        if self.format == FP8:
-            weight = fp8.dequantize(fp8.Fp8Tensor(tensors["weight"], tensors["weight_scale"]), dtype)
-        else:
-            stored = (tensors[name] for name in ("weight", "weight_scale", "weight_scale_2"))
-            weight = nvfp4.dequantize(nvfp4.QuantizedTensor(*stored), dtype)
+        tensors = {tensor.role: self.get_parameter(name).data for name, tensor in _stored(self.format).items()}
+        input_scale = tensors.pop(INPUT_SCALE, None)
+        weight = FORMATS[self.format].numerics().from_tensors(*tensors.values()).dequantize(dtype)
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.out_features, linear.in_features = weight.shape
         linear.weight = nn.Parameter(weight, requires_grad=False)
         linear.bias = self.bias
-        return QuantizedLinear.wrap(linear, tensors.get("input_scale"), self.format)
+        return QuantizedLinear.wrap(linear, input_scale, self.format)
 
 
 class ModelOptHfQuantizer(HfQuantizer):
@@ -166,7 +157,7 @@ class ModelOptHfQuantizer(HfQuantizer):
         stored = _headers(kwargs.get("checkpoint_files") or [])
         _require_dtypes(stored, self.quantization_config)
         for name in plain:
-            if stored.get(f"{name}.weight", ("", ()))[0] in ("U8", "F8_E4M3"):
+            if stored.get(f"{name}.weight", ("", ()))[0] in {record.tensors[0].dtype for record in FORMATS.values()}:
                 raise ValueError(
                     f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}"
                 )
@@ -227,22 +218,23 @@ def _headers(files: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], config: ModelOptConfig) -> None:
     """Whatever carries a weight scale is whole, in the dtypes of its format; no scale is left over."""
     packed = {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}
+    leaves = {leaf for format in FORMATS for leaf in _stored(format)}
     for name, (dtype, _) in stored.items():
         module, _, leaf = name.rpartition(".")
-        if leaf not in _DTYPES or (leaf == "weight" and module not in packed):
+        if leaf not in leaves or (leaf == "weight" and module not in packed):
             continue
         if module not in packed:
             raise ValueError(f"{name} is in the checkpoint, but {module}.weight_scale is not: {_ADVICE}")
         format = config.format_of(module)
         if format is None:
             continue
-        dtypes = _FP8_DTYPES if format == FP8 else _DTYPES
-        if leaf not in dtypes:
-            raise ValueError(f"{name} is in the checkpoint, but its algorithm {format} has none: {_ADVICE}")
-        if dtype != dtypes[leaf]:
-            raise ValueError(f"{name} is {dtype}, expected {dtypes[leaf]}: {_ADVICE}")
-        if leaf == "input_scale" and not quantizes_activations(format):
+        tensors = _stored(format)
+        if leaf == FORMATS[format].layouts[METHOD].leaves[INPUT_SCALE] and leaf not in tensors:
             raise ValueError(f"{name} is in the checkpoint, but its algorithm leaves activations alone: {_ADVICE}")
+        if leaf not in tensors:
+            raise ValueError(f"{name} is in the checkpoint, but its algorithm {format} has none: {_ADVICE}")
+        if dtype != tensors[leaf].dtype:
+            raise ValueError(f"{name} is {dtype}, expected {tensors[leaf].dtype}: {_ADVICE}")
 
 
 def _require_shapes(name: str, module: PackedLinear, stored: dict[str, tuple[str, tuple[int, ...]]]) -> None:

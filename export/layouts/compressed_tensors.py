@@ -14,29 +14,26 @@ from typing import Any
 
 from export.layouts.layout import COMPRESSED_TENSORS
 from export.layouts.scheme import Scheme
-from qad.numerics.formats import FP8, MIXED, quantizes_activations
-from qad.numerics.nvfp4 import BLOCK_SIZE
+from qad.numerics.formats import FORMATS, MIXED
 
-FORMAT, FP8_FORMAT, MIXED_FORMAT = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
-_FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK_SIZE, "symmetric": True}
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+MIXED_FORMAT = "mixed-precision"
+_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def format_name(algorithm: str) -> str:
     """What the library calls the format of one of qad.numerics.formats, or of a mixed checkpoint."""
-    return {FP8: FP8_FORMAT, MIXED: MIXED_FORMAT}.get(algorithm, FORMAT)
+    return MIXED_FORMAT if algorithm == MIXED else COMPRESSED_TENSORS.of(algorithm).algorithm
+
+
+def format_names() -> frozenset[str]:
+    """Every name that `format_name` gives."""
+    return frozenset(map(format_name, (*FORMATS, MIXED)))
 
 
 def numbers(format: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """`weights` and `input_activations` of a config group; None: inputs are left alone.
-
-    dynamic: false for weights and FP8; "local" for NVFP4 activations: the global scale is stored, block scales are made on
-    the fly.
-    """
-    if format == FP8:
-        return dict(_EIGHT_BITS), dict(_EIGHT_BITS)
-    inputs = {**_FOUR_BITS, "dynamic": "local"} if quantizes_activations(format) else None
-    return {**_FOUR_BITS, "dynamic": False}, inputs
+    """`weights` and `input_activations` of a config group; None: inputs are left alone."""
+    own = COMPRESSED_TENSORS.of(format)
+    return dict(own.weights), dict(own.inputs) if FORMATS[format].quantizes_inputs else None
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
@@ -52,7 +49,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         },
         "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
         "ignore": list(scheme.excluded),
-        "kv_cache_scheme": dict(_EIGHT_BITS) if scheme.kv_cache else None,
+        "kv_cache_scheme": dict(_KV_CACHE) if scheme.kv_cache else None,
         "quant_method": COMPRESSED_TENSORS.name,
         "quantization_status": "compressed",
     }

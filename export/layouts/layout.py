@@ -8,6 +8,7 @@ input scale   input_scale       input_global_scale     F32       [] / [1]   NVFP
 KV cache      k_proj.k_scale    k_scale                F32       [] / [1]   of the attention module, v alike
 
 FP8 modules have the same names in both: weight F8_E4M3 [N, K], weight_scale and input_scale F32 [] / [1], decode scales.
+The names, dtypes and shapes are those of the formats' records (qad.numerics.formats).
 
 The reciprocal is FP32, rounded to nearest. A scale whose significand is below sqrt(2) comes back from there and back as
 it was; another one comes back within one ulp, and to the same bits from then on.
@@ -20,99 +21,121 @@ import dataclasses
 from torch import Tensor
 
 from export.files.safetensors_writer import Entry
-from qad.numerics.formats import FORMATS, FP8, NVFP4, quantizes_activations
-from qad.numerics.fp8 import Fp8Tensor
-from qad.numerics.groups import Quantized
-from qad.numerics.nvfp4 import BLOCK_SIZE
-
-_FP8_LEAVES = ("weight", "weight_scale", "input_scale")
+from qad.numerics.formats import (
+    BLOCK_SCALE,
+    CODES,
+    FORMATS,
+    GLOBAL_SCALE,
+    INPUT_SCALE,
+    NVFP4,
+    Format,
+    InLayout,
+    Quantized,
+    Stored,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """name: the word for `--layout` and for `quant_method`. codes ... input_scale: last parts of the tensor names of 4-bit
-    modules.
-
-    scalar: shape of global and input scales. reciprocal: they are stored as 1 / decode scale, but those of FP8 are not.
-    """
+    """name: the word for `--layout`, for `quant_method`, and in the formats' records. scalar: shape of global and input
+    scales. kv_in_projection: KV scales lie in k_proj and v_proj, not in the attention module."""
 
     name: str
-    codes: str
-    block_scale: str
-    global_scale: str
-    input_scale: str
     scalar: tuple[int, ...]
-    reciprocal: bool
+    kv_in_projection: bool
 
-    @property
-    def scales(self) -> tuple[str, str, str]:
-        return self.block_scale, self.global_scale, self.input_scale
+    def of(self, format: str) -> InLayout:
+        """What the layout calls a format."""
+        return FORMATS[format].layouts[self.name]
 
-    @property
-    def leaves(self) -> tuple[str, str, str, str]:
-        return self.codes, *self.scales
+    def leaf(self, format: str, role: str) -> str:
+        """Last part of the name of a module's tensor; "" for a role that the format does not know."""
+        return self.of(format).leaves.get(role, "")
 
     def leaves_of(self, format: str) -> tuple[str, ...]:
         """Last parts of all tensor names of a module of a format, the weight's first, without its bias."""
-        leaves = _FP8_LEAVES if format == FP8 else self.leaves
-        return leaves if quantizes_activations(format) else leaves[:-1]
+        return tuple(self.leaf(format, tensor.role) for tensor in FORMATS[format].tensors)
 
     def scalars_of(self, format: str) -> tuple[str, ...]:
         """Those of one element: every member of a scale group stores the same."""
-        return self.leaves_of(format)[1 if format == FP8 else 2 :]
+        return tuple(self.leaf(format, tensor.role) for tensor in FORMATS[format].tensors if tensor.per is None)
+
+    def find(self, leaf: str, dtype: str) -> tuple[Format, Stored] | None:
+        """The first format that has a tensor of this name and dtype, and which of its tensors it is."""
+        found = ((format, tensor) for format in FORMATS.values() for tensor in format.tensors)
+        return next((f for f in found if f[1].dtype == dtype and self.leaf(f[0].name, f[1].role) == leaf), None)
 
     def entries(self, module: str, n: int, k: int, format: str) -> list[Entry]:
         """What one quantized module [n, k] stores."""
-        if format == FP8:
-            weight = Entry(f"{module}.weight", "F8_E4M3", (n, k))
-            return [weight, *(Entry(f"{module}.{leaf}", "F32", self.scalar) for leaf in self.scalars_of(FP8))]
-        stored = [
-            Entry(f"{module}.{self.codes}", "U8", (n, k // 2)),
-            Entry(f"{module}.{self.block_scale}", "F8_E4M3", (n, k // BLOCK_SIZE)),
-            Entry(f"{module}.{self.global_scale}", "F32", self.scalar),
+        return [
+            Entry(
+                f"{module}.{self.leaf(format, tensor.role)}",
+                tensor.dtype,
+                self.scalar if tensor.per is None else tensor.shape(n, k),
+            )
+            for tensor in FORMATS[format].tensors
         ]
-        with_input = quantizes_activations(format)
-        return [*stored, Entry(f"{module}.{self.input_scale}", "F32", self.scalar)] if with_input else stored
 
-    def tensors(self, module: str, q: Quantized, input_scale: Tensor | None) -> dict[str, Tensor]:
-        """The tensors of `entries`, by name. input_scale: decode scale."""
-        if isinstance(q, Fp8Tensor):
-            weight, *scales = (f"{module}.{leaf}" for leaf in _FP8_LEAVES)
-            decode = zip(scales, (q.scale, input_scale), strict=True)
-            return {weight: q.values} | {name: s.float().reshape(self.scalar) for name, s in decode if s is not None}
-        stored = {
-            f"{module}.{self.codes}": q.packed,
-            f"{module}.{self.block_scale}": q.block_scale,
-            f"{module}.{self.global_scale}": self.store_scale(q.global_scale),
-        }
-        if input_scale is not None:
-            stored[f"{module}.{self.input_scale}"] = self.store_scale(input_scale)
+    def tensors(self, module: str, q: Quantized, input_scale: Tensor | None, format: str) -> dict[str, Tensor]:
+        """The tensors of `entries`, by name. input_scale: decode scale; None leaves it out."""
+        given = (*q.tensors, input_scale)
+        stored = {}
+        for place, tensor in zip(FORMATS[format].tensors, given, strict=False):
+            if tensor is not None:
+                name = f"{module}.{self.leaf(format, place.role)}"
+                stored[name] = self.store_scale(tensor, format) if place.per is None else tensor
         return stored
 
     def store_scale(self, decode_scale: Tensor, format: str = NVFP4) -> Tensor:
         """A global or input scale, FP32 of one element, as this layout stores it."""
         scale = decode_scale.float().reshape(self.scalar)
-        return 1.0 / scale if self.reciprocal and format != FP8 else scale
+        return 1.0 / scale if self.of(format).reciprocal else scale
 
     def decode_scale(self, stored: Tensor, format: str = NVFP4) -> Tensor:
         """The decode scale of a stored global or input scale, FP32 scalar."""
         scale = stored.float().reshape(())
-        return 1.0 / scale if self.reciprocal and format != FP8 else scale
+        return 1.0 / scale if self.of(format).reciprocal else scale
 
     def kv_scale(self, attention: str, cache: str) -> str:
         """Full name of a KV cache scale. cache: k or v."""
-        return f"{attention}.{cache}_scale" if self.reciprocal else f"{attention}.{cache}_proj.{cache}_scale"
+        return f"{attention}.{cache}_proj.{cache}_scale" if self.kv_in_projection else f"{attention}.{cache}_scale"
+
+    @property
+    def codes(self) -> str:
+        """Of NVFP4, as the next four."""
+        return self.leaf(NVFP4, CODES)
+
+    @property
+    def block_scale(self) -> str:
+        return self.leaf(NVFP4, BLOCK_SCALE)
+
+    @property
+    def global_scale(self) -> str:
+        return self.leaf(NVFP4, GLOBAL_SCALE)
+
+    @property
+    def input_scale(self) -> str:
+        return self.leaf(NVFP4, INPUT_SCALE)
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return self.leaves_of(NVFP4)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        return self.leaves[1:]
 
 
-MODELOPT = Layout("modelopt", "weight", "weight_scale", "weight_scale_2", "input_scale", (), reciprocal=False)
-COMPRESSED_TENSORS = Layout(
-    "compressed-tensors",
-    "weight_packed",
-    "weight_scale",
-    "weight_global_scale",
-    "input_global_scale",
-    (1,),
-    reciprocal=True,
-)
+MODELOPT = Layout("modelopt", (), kv_in_projection=True)
+COMPRESSED_TENSORS = Layout("compressed-tensors", (1,), kv_in_projection=False)
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
-SCALES = frozenset(leaf for layout in LAYOUTS.values() for format in FORMATS for leaf in layout.leaves_of(format)[1:])
+
+
+def scale_leaves() -> frozenset[str]:
+    """Last parts of the names of all scales, of every format in every layout."""
+    return frozenset(leaf for layout in LAYOUTS.values() for format in FORMATS for leaf in layout.leaves_of(format)[1:])
+
+
+def code_dtypes() -> frozenset[str]:
+    """Dtypes of the codes of every format: a weight of one of them is quantized."""
+    return frozenset(format.tensors[0].dtype for format in FORMATS.values())

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from export.layouts.layout import MODELOPT
 from export.layouts.scheme import Scheme
-from qad.numerics.formats import FP8, MIXED, quantizes_activations
-from qad.numerics.nvfp4 import BLOCK_SIZE
+from qad.numerics.formats import MIXED, quantizes_activations
 from qad.provenance import producer
 
 
@@ -41,26 +41,28 @@ def hf_quant_config(scheme: Scheme) -> dict[str, Any]:
     if scheme.algorithm == MIXED:
         quantization |= {"quantized_layers": quantized_layers(scheme)}
     else:
-        quantization |= {} if scheme.algorithm == FP8 else {"group_size": BLOCK_SIZE}
+        quantization |= _sized(scheme.algorithm)
         quantization |= {"exclude_modules": list(scheme.excluded)}
     return {"producer": _producer(), "quantization": quantization}
 
 
 def quantized_layers(scheme: Scheme) -> dict[str, dict[str, Any]]:
     """Module -> algorithm, of a mixed checkpoint."""
-    sized = {"group_size": BLOCK_SIZE}
     return {
-        module: {"quant_algo": format, **({} if format == FP8 else sized)} for module, format in scheme.layers.items()
+        module: {"quant_algo": MODELOPT.of(format).algorithm, **_sized(format)}
+        for module, format in scheme.layers.items()
     }
+
+
+def _sized(format: str) -> dict[str, Any]:
+    return {key: value for key, value in MODELOPT.of(format).weights.items() if key == "group_size"}
 
 
 def _group(format: str, targets: list[str]) -> dict[str, Any]:
     """A config group of one format."""
-    numbers: dict[str, Any] = {"dynamic": False, "num_bits": 8 if format == FP8 else 4, "type": "float"}
-    if format != FP8:
-        numbers["group_size"] = BLOCK_SIZE
-    inputs = {"input_activations": dict(numbers)} if quantizes_activations(format) else {}
-    return {**inputs, "weights": numbers, "targets": targets}
+    own = MODELOPT.of(format)
+    inputs = {"input_activations": dict(own.inputs)} if quantizes_activations(format) else {}
+    return {**inputs, "weights": dict(own.weights), "targets": targets}
 
 
 def _producer() -> dict[str, Any]:

@@ -14,15 +14,8 @@ from export.rules.against_source import against_source
 from export.rules.findings import Finding, error, warning
 from qad.arms.arm import Arm, open_arm
 from qad.model.families import scale_groups
-from qad.numerics.formats import FP8, NVFP4
-from qad.numerics.fp8 import Fp8Tensor
-from qad.numerics.fp8 import dequantize as dequantize_fp8
-from qad.numerics.groups import Quantized, quantize_group
-from qad.numerics.nvfp4 import dequantize
-
-# Gaussian weights have .094-.096 in 4 bits under max calibration, .026 in FP8.
-_RELATIVE_ERROR = 0.15
-_FP8_RELATIVE_ERROR = 0.05
+from qad.numerics.formats import FORMATS, INPUT_SCALE, Quantized
+from qad.numerics.groups import quantize_group
 
 
 def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
@@ -56,18 +49,26 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
     assert arm.selection is not None
     for group in arm.selection.groups:
         for module, own in arm.quantize(group).items():
-            wanted = layout.tensors(module, own, None)
+            format = arm.selection.format_of(module)
+            wanted = layout.tensors(module, own, None, format)
             found = {name: folder.get(name) for name in wanted if name in folder.tensors}
             if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
                 whole += 1
                 same += all(torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
-                            for leaf in _exact_leaves(layout, own))  # fmt: skip
+                            for leaf in _exact_leaves(layout, format))  # fmt: skip
     return same, whole
 
 
-def _exact_leaves(layout: Layout, own: Quantized) -> tuple[str, ...]:
+def _exact_leaves(layout: Layout, format: str) -> tuple[str, ...]:
     """What no conversion changes."""
-    return ("weight", "weight_scale") if isinstance(own, Fp8Tensor) else (layout.codes, layout.block_scale)
+    record = FORMATS[format]
+    kept = (t for t in record.tensors if t.role != INPUT_SCALE and (t.per is not None or not _converted(format)))
+    return tuple(layout.leaf(format, tensor.role) for tensor in kept)
+
+
+def _converted(format: str) -> bool:
+    """True where a layout stores reciprocals of the format's scales: a conversion may change their last bit."""
+    return any(own.reciprocal for own in FORMATS[format].layouts.values())
 
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:
@@ -80,11 +81,11 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
                         f"export {arm.folder} again")  # fmt: skip
             continue
         same = _same(folder, module, expected[module])
-        eight = isinstance(stored, Fp8Tensor)
-        ratio = _relative_error(_decoded(stored), weight)
-        if not ratio <= (_FP8_RELATIVE_ERROR if eight else _RELATIVE_ERROR):
-            usual = "0.026" if eight else "0.095"
-            told = f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about {usual}"
+        ratio, record = _relative_error(stored.dequantize(), weight), folder.record_of(module)
+        if not ratio <= record.error_limit:
+            told = (
+                f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about {record.error}"
+            )
             if same:
                 yield warning("W3", module, told + ", as its own quantization does", "keep this module in BF16")
             else:
@@ -93,23 +94,17 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
             other.append(module)
 
 
-def _decoded(stored: Quantized) -> Tensor:
-    return dequantize_fp8(stored) if isinstance(stored, Fp8Tensor) else dequantize(stored)
-
-
 def _same(folder: Folder, module: str, own: Quantized) -> bool:
     """The tensors of the file are what this arm's export would hold, bit for bit; a scale that was converted from the other
     layout may differ in its last bit."""
-    stored = folder.quantized(module)
-    if isinstance(own, Fp8Tensor):
-        assert isinstance(stored, Fp8Tensor)  # both have the folder's format
-        values = torch.equal(_bits(own.values), _bits(stored.values))
-        return values and torch.equal(_bits(own.scale.reshape(1)), _bits(stored.scale.reshape(1)))
-    assert not isinstance(stored, Fp8Tensor)
-    codes = torch.equal(_bits(own.packed), _bits(stored.packed))
-    return codes and torch.equal(_bits(own.block_scale), _bits(stored.block_scale)) and _within_one_ulp(
-        stored.global_scale, own.global_scale
-    )  # fmt: skip
+    format = folder.format_of(module)
+    for place, ours, theirs in zip(
+        FORMATS[format].tensors, own.tensors, folder.quantized(module).tensors, strict=False
+    ):
+        near = place.per is None and _converted(format)
+        if not (_within_one_ulp(theirs, ours) if near else torch.equal(_bits(ours), _bits(theirs))):
+            return False
+    return True
 
 
 def _within_one_ulp(a: Tensor, b: Tensor) -> bool:
@@ -133,7 +128,7 @@ def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Find
     other: list[str] = []
     for module in modules:
         format = folder.format_of(module)
-        name = f"{module}.{folder.layout.leaves_of(NVFP4 if format != FP8 else FP8)[-1]}"
+        name = f"{module}.{folder.layout.leaf(format, INPUT_SCALE)}"
         own = arm.input_scales.get(module)
         if own is None or name not in folder.tensors:
             continue

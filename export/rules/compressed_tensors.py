@@ -7,15 +7,16 @@ is refused by it, so both are errors here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from export.folder import Folder
-from export.layouts.compressed_tensors import MIXED_FORMAT, format_name, numbers
+from export.layouts.compressed_tensors import MIXED_FORMAT, format_name
 from export.layouts.config_files import CONFIG, NESTED
 from export.layouts.exclude import compressed_tensors_quantizes
+from export.layouts.layout import COMPRESSED_TENSORS
 from export.rules.findings import Finding, error
-from qad.numerics.formats import FP8, NVFP4
+from qad.numerics.formats import FORMATS, weights_alone
 from qad.untrusted import mapping, names
 
 _AGAIN = "`qad check --fix` writes it anew, or export the arm again"
@@ -44,7 +45,7 @@ def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
         yield error("E1", NESTED, "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's",
                     f"remove {NESTED}", "trtllm")  # fmt: skip
     stored = {folder.stored_format(module) for module in folder.packed}
-    kinds = {format_name(format) for format in stored or {NVFP4}}
+    kinds = {format_name(format) for format in stored or {next(iter(FORMATS))}}
     wanted = kinds.pop() if len(kinds) == 1 else MIXED_FORMAT
     if outer.get("format") != wanted:
         yield _error(f"format is {outer.get('format')!r}, the tensors are {wanted}", f"set it to {wanted}")
@@ -79,17 +80,15 @@ def _group(name: str, group: dict[str, Any], stored: str, mixed: bool) -> Iterat
     targets = group.get("targets")
     if not names(targets) or names(targets) != targets:
         yield _error(f"{name}.targets is {targets!r}, expected module types or names", '["Linear"]')
-    weights, inputs = numbers(FP8 if stored == FP8 else NVFP4)
-    yield from _numbers(f"{name}.weights", group.get("weights"), weights)
-    if stored == FP8 or group.get("input_activations") is not None:
-        yield from _numbers(f"{name}.input_activations", group.get("input_activations"), inputs or {})
+    own = COMPRESSED_TENSORS.of(stored)
+    yield from _numbers(f"{name}.weights", group.get("weights"), own.weights)
+    if not weights_alone(FORMATS[stored]) or group.get("input_activations") is not None:
+        yield from _numbers(f"{name}.input_activations", group.get("input_activations"), own.inputs)
     if group.get("output_activations") is not None:
-        yield _error(
-            f"{name}.output_activations is not null: neither NVFP4 nor FP8 quantizes outputs", "set it to null"
-        )
+        yield _error(f"{name}.output_activations is not null: no format here quantizes outputs", "set it to null")
 
 
-def _numbers(where: str, given: object, wanted: dict[str, Any]) -> Iterator[Finding]:
+def _numbers(where: str, given: object, wanted: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(given, dict):
         yield _error(f"{where} is {given!r}, expected an object", _AGAIN)
         return

@@ -17,7 +17,7 @@ from export.layouts.exclude import (
     vllm_excludes,
     vllm_format,
 )
-from export.layouts.layout import COMPRESSED_TENSORS, SCALES
+from export.layouts.layout import COMPRESSED_TENSORS, code_dtypes, scale_leaves
 from export.rules.findings import Finding, error, warning
 from qad.numerics.formats import MIXED
 
@@ -101,21 +101,17 @@ def _readers(folder: Folder, everything: set[str]) -> Readers:
 
 def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
     """No scale tensors on excluded modules; a tied head has none and no packed weight."""
-    excluded = set(folder.excluded)
+    excluded, scales, codes = set(folder.excluded), scale_leaves(), code_dtypes()
     for name in folder.tensors:
         module, _, leaf = name.rpartition(".")
-        if leaf in SCALES and module in excluded:
+        if leaf in scales and module in excluded:
             yield error(
                 "E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor"
             )
         if folder.tied and name == "lm_head.weight" and _differs_from_the_embedding(folder):
             yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
                         "use the embedding", "set tie_word_embeddings to false, or remove lm_head.weight")  # fmt: skip
-        if (
-            folder.tied
-            and module == "lm_head"
-            and (leaf in SCALES or folder.tensors[name][1].dtype in ("U8", "F8_E4M3"))
-        ):
+        if folder.tied and module == "lm_head" and (leaf in scales or folder.tensors[name][1].dtype in codes):
             yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
                         "keep head and embedding BF16, or untie them")  # fmt: skip
 

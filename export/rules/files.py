@@ -95,7 +95,7 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
     places = {
         *skeleton.parameters,
         *skeleton.buffers,
-        *(f"{m}.{leaf}" for m in packed for leaf in folder.layout.leaves),
+        *(f"{m}.{leaf}" for m in packed for leaf in folder.leaves_of(m)),
     }
     extra = [
         name

@@ -10,17 +10,20 @@ from export.layouts.exclude import compressed_tensors_quantizes
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
 from export.rules.findings import Finding, error, warning
-from qad.numerics.formats import FORMATS, FOUR_BITS, FP8, MIXED, NVFP4, W4A16_NVFP4, quantizes_activations
+from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, quantizes_activations
 from qad.untrusted import mapping, names
 
-CHECKED = (*FORMATS, MIXED)
 # Of modules of a mixed checkpoint, known to engines but not to this checker.
 _OTHERS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W4A8_AWQ", "W8A16",
            "W8A8_SQ_PER_CHANNEL", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "INT4_AWQ")  # fmt: skip
 _NESTED_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 _NESTED = "hf_quant_config.json"
-_NUMBERS = {"type": "float", "dynamic": False}
 _AGAIN = "export the arm again"
+
+
+def checked() -> tuple[str, ...]:
+    """Algorithms whose tensors this checker knows."""
+    return (*FORMATS, MIXED)
 
 
 def e1_places_agree(folder: Folder) -> Iterator[Finding]:
@@ -58,8 +61,12 @@ def _method(folder: Folder) -> Iterator[Finding]:
     if folder.quantization is None:
         return
     method, packed = folder.quantization.get("quant_method"), folder.packed
+    global_scales = {layout: {layout.leaf(f, GLOBAL_SCALE) for f in FORMATS} for layout in LAYOUTS.values()}
+    shared = set.intersection(*global_scales.values())
     named = [
-        layout for layout in LAYOUTS.values() if any(f"{m}.{layout.global_scale}" in folder.tensors for m in packed)
+        layout
+        for layout, leaves in global_scales.items()
+        if any(f"{m}.{leaf}" in folder.tensors for m in packed for leaf in leaves - shared)
     ]
     wanted = named[0].name if len(named) == 1 else folder.layout.name
     known = (MODELOPT.name, "modelopt_fp4") if folder.layout is MODELOPT else (COMPRESSED_TENSORS.name,)
@@ -70,14 +77,15 @@ def _method(folder: Folder) -> Iterator[Finding]:
 
 def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     yield from _list_of_names("config.json", "ignore", outer.get("ignore"), "ignore" in outer)
-    if folder.algorithm not in CHECKED:
+    if folder.algorithm not in checked():
         return
     groups = outer.get("config_groups")
     if groups is None:
         yield error("E1", "config.json", "has no config_groups: readers that go by it load the model as BF16", _AGAIN)
     elif not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         yield error("E1", "config.json", f"config_groups is {groups!r}, expected an object of objects", _AGAIN)
-    yield from _sixteen("config.json", outer.get("group_size"), "group_size" in outer)
+    wanted = _group_size(str(folder.algorithm)) or next(filter(None, map(_group_size, FORMATS)))
+    yield from _size("config.json", outer.get("group_size"), "group_size" in outer, wanted)
     for name, group in mapping(groups).items():
         yield from _group(str(name), mapping(group), _format_of_group(folder, mapping(group)))
     if folder.algorithm == MIXED:
@@ -101,8 +109,14 @@ def _layers(place: str, outer: dict[str, Any]) -> Iterator[Finding]:
     for module, layer in mapping(outer.get("quantized_layers")).items():
         if not isinstance(layer, dict) or not layer.get("quant_algo"):
             yield error("E1", str(module), f"quantized_layers of {place} gives it {layer!r}: vLLM fails on it", _AGAIN)
-        elif layer["quant_algo"] in FOUR_BITS:
-            yield from _sixteen(f"{place} quantized_layers {module}", layer.get("group_size"), True)
+        elif wanted := _group_size(str(layer["quant_algo"])):
+            yield from _size(f"{place} quantized_layers {module}", layer.get("group_size"), True, wanted)
+
+
+def _group_size(algorithm: str) -> int | None:
+    """Of a format's blocks; None where it has none, or is not known."""
+    found = MODELOPT.of(algorithm).weights.get("group_size") if algorithm in FORMATS else None
+    return found if isinstance(found, int) else None
 
 
 def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
@@ -123,8 +137,8 @@ def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
 
 def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
     """What a config group says about weights and activations is what its format is."""
-    eight = format == FP8
-    bits = {**_NUMBERS, "num_bits": 8 if eight else 4}
+    wanted_size = _group_size(format)
+    bits = {key: value for key, value in MODELOPT.of(format).weights.items() if key != "group_size"}
     for what, wanted in (("weights", True), ("input_activations", quantizes_activations(format))):
         numbers = group.get(what)
         if (numbers is not None) != wanted:
@@ -134,12 +148,11 @@ def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
             yield error("E1", "config.json", f"{name}.{what} is {numbers!r}, expected an object", _AGAIN)
         elif wanted:
             size = mapping(numbers).get("group_size")
-            if not eight:
-                yield from _sixteen(f"config.json {name}.{what}", size, True)
+            if wanted_size:
+                yield from _size(f"config.json {name}.{what}", size, True, wanted_size)
             elif size is not None:
-                yield error(
-                    "E1", "config.json", f"{name}.{what} has group_size {size!r}, FP8 has one scale a tensor", _AGAIN
-                )
+                told = f"{name}.{what} has group_size {size!r}, {format} has one scale a tensor"
+                yield error("E1", "config.json", told, _AGAIN)
             found = {key: value for key, value in mapping(numbers).items() if key in bits}
             if found != bits or found["dynamic"] is not False:
                 yield error("E1", "config.json", f"{name}.{what} says {found}, {format} is {bits}", _AGAIN)
@@ -151,12 +164,13 @@ def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
 def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
     algorithm = nested.get("quant_algo")
     for key in _NESTED_KEYS:
-        needless = algorithm == MIXED or (algorithm == FP8 and key == "group_size")
+        sized = algorithm not in FORMATS or _group_size(str(algorithm))
+        needless = algorithm == MIXED or (key == "group_size" and not sized)
         if key not in nested and not needless:
             yield error("E1", _NESTED, f"lacks {key}: vLLM fails on it", f"add {key}")
     yield from _list_of_names(_NESTED, "exclude_modules", nested.get("exclude_modules"), "exclude_modules" in nested)
-    if algorithm in FOUR_BITS:
-        yield from _sixteen(_NESTED, nested.get("group_size"), "group_size" in nested)
+    if wanted := _group_size(str(algorithm)):
+        yield from _size(_NESTED, nested.get("group_size"), "group_size" in nested, wanted)
     known = ("FP8", "NVFP4", "INT8", None)
     if nested.get("kv_cache_quant_algo") not in known:
         yield error("E1", _NESTED, f"kv_cache_quant_algo is {nested['kv_cache_quant_algo']!r}, which no engine knows",
@@ -168,9 +182,9 @@ def _list_of_names(place: str, key: str, value: object, there: bool) -> Iterator
         yield error("E1", place, f"{key} is {value!r}, expected a list of module names", _AGAIN)
 
 
-def _sixteen(place: str, size: object, there: bool) -> Iterator[Finding]:
-    if there and (size != 16 or isinstance(size, bool)):
-        yield error("E1", place, f"group_size is {size!r}: NVFP4 blocks have 16", "set it to 16")
+def _size(place: str, size: object, there: bool, wanted: int) -> Iterator[Finding]:
+    if there and (size != wanted or isinstance(size, bool)):
+        yield error("E1", place, f"group_size is {size!r}: NVFP4 blocks have {wanted}", f"set it to {wanted}")
 
 
 def _same(what: str, outer: object, nested: object) -> Iterator[Finding]:
@@ -194,14 +208,15 @@ def _same_layers(outer: dict[str, Any], nested: dict[str, Any]) -> Iterator[Find
 
 def e2_algorithm(folder: Folder) -> Iterator[Finding]:
     """The algorithm is one this checker knows; others are unsupported here, not broken."""
+    said = str((folder.quantization or {}).get("quant_algo"))
     if folder.algorithm is None:
-        yield error("E2", "config.json", "names no quant_algo", f"set it to {' or '.join(FORMATS)}, as the tensors are")
-    elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_nvfp4:
-        yield error("E2", "config.json", f"quant_algo is {folder.algorithm}, but modules are packed in 4 bits: the engine reads "
-                    "codes as FP8 weights", "set it to NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
+        yield error("E2", "config.json", "names no quant_algo", f"set it to {_named()}, as the tensors are")
+    elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_blocks:
+        yield error("E2", "config.json", f"quant_algo is {folder.algorithm}, but modules are packed in blocks: the engine reads "
+                    "codes as FP8 weights", f"set it to {_named(blocks=True)}, as the tensors are")  # fmt: skip
     elif folder.algorithm == MIXED and folder.layout is MODELOPT and not folder.listed:
         yield error("E2", "config.json", "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every "
-                    "layer unquantized", "list them, or set NVFP4 or W4A16_NVFP4, as the tensors are")  # fmt: skip
+                    "layer unquantized", f"list them, or set {_named(blocks=True)}, as the tensors are")  # fmt: skip
     elif _unknown_algorithms(folder):
         module, algorithm = _unknown_algorithms(folder)[0]
         yield error("E2", module, f"quantized_layers gives it {algorithm!r}, which no engine knows", _AGAIN)
@@ -209,12 +224,18 @@ def e2_algorithm(folder: Folder) -> Iterator[Finding]:
         unknown = ", ".join(unchecked_layers(folder))
         yield warning("E2", "config.json", f"quantized_layers has {unknown}, which this checker does not know: only files, index "
                       "and metadata were checked", "check it with the tool that made it")  # fmt: skip
-    elif (folder.quantization or {}).get("quant_algo") == NVFP4 and folder.algorithm == W4A16_NVFP4:
-        yield warning("E2", "config.json", "quant_algo is NVFP4, but no config group has input_activations: vLLM runs it as "
-                      "W4A16_NVFP4, TensorRT-LLM waits for input scales", "set quant_algo to W4A16_NVFP4", "trtllm")  # fmt: skip
-    elif folder.algorithm not in CHECKED:
+    elif said in FORMATS and folder.algorithm in FORMATS and said != folder.algorithm:
+        yield warning("E2", "config.json", f"quant_algo is {said}, but no config group has input_activations: vLLM runs it as "
+                      f"{folder.algorithm}, TensorRT-LLM waits for input scales", f"set quant_algo to {folder.algorithm}",
+                      "trtllm")  # fmt: skip
+    elif folder.algorithm not in checked():
         yield warning("E2", "config.json", f"quant_algo {folder.algorithm} is not one this checker knows: only files, index and "
                       "metadata were checked", "check it with the tool that made it")  # fmt: skip
+
+
+def _named(blocks: bool = False) -> str:
+    """The formats, or those with block scales."""
+    return " or ".join(name for name, record in FORMATS.items() if record.block or not blocks)
 
 
 def unchecked_layers(folder: Folder) -> list[str]:

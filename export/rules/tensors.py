@@ -12,8 +12,13 @@ from export.layouts.layout import LAYOUTS
 from export.rules.findings import Finding, error, warning
 from qad.model.families import scale_groups, siblings_of
 from qad.numerics.finite import amax
-from qad.numerics.formats import FP8, NVFP4, W4A16_NVFP4
-from qad.numerics.nvfp4 import E2M1_MAX, E4M3_MAX
+from qad.numerics.formats import (
+    BLOCK_SCALE,
+    CODES,
+    FORMATS,
+    GLOBAL_SCALE,
+    INPUT_SCALE,
+)
 
 _AGAIN = "export the arm again"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
@@ -24,132 +29,89 @@ _LARGEST_WEIGHT = 65504.0
 
 
 def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
-    """A quantized Linear has exactly the tensors of its format, under the names of its layout: codes U8 [N, K/2], block
-    scales F8_E4M3 [N, K/16], an F32 scalar global scale, and an input scale iff W4A4; FP8: values F8_E4M3 [N, K] and two F32
-    scalars."""
-    layout = folder.layout
+    """A quantized Linear has exactly the tensors of its format's record, under the names of its layout."""
     for module in folder.packed:
-        format = folder.format_of(module)
-        if format == FP8:
-            yield from _eight_bits(folder, module)
-            yield from _unknown(folder, module)
-            continue
-        codes = folder.entry(f"{module}.{layout.codes}")
+        record, leaf = folder.record_of(module), folder.leaves_of(module)[0]
+        codes = folder.entry(f"{module}.{leaf}")
         if codes is None:
-            yield error("E3", module, f"has scales but no {layout.codes}", _AGAIN)
-        elif codes.dtype != "U8" or len(codes.shape) != 2:
-            yield error("E3", module, f"{layout.codes} is {codes.dtype} {list(codes.shape)} beside its scales, expected U8 "
-                        "[N, K/2]", "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
+            yield error("E3", module, f"has scales but no {leaf}", _AGAIN)
+        elif codes.dtype != record.tensors[0].dtype or len(codes.shape) != 2:
+            found, wanted = f"{codes.dtype} {list(codes.shape)}", record.tensors[0].words
+            yield error("E3", module, f"{leaf} is {found} beside its scales, expected {wanted}",
+                        "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
         elif 0 in codes.shape:
-            yield error("E3", module, f"{layout.codes} is empty ({list(codes.shape)})", _AGAIN)
+            yield error("E3", module, f"{leaf} is empty ({list(codes.shape)})", _AGAIN)
         else:
-            yield from _shapes(folder, module, codes.shape[0], codes.shape[1] * 2)
-            yield from _scalar(folder, module, layout.global_scale, required=True)
-            yield from _scalar(folder, module, layout.input_scale, required=format == NVFP4)
-            if format == W4A16_NVFP4 and folder.entry(f"{module}.{layout.input_scale}"):
-                yield error("E3", module, f"has {layout.input_scale}, but W4A16_NVFP4 leaves activations alone",
-                            "remove it, or set NVFP4")  # fmt: skip
+            yield from _shapes(folder, module, codes.shape[0], codes.shape[1] * (record.tensors[0].per or 1))
+        for name in folder.layout.scalars_of(record.name):
+            yield from _scalar(folder, module, name)
+        inputs = folder.layout.leaf(record.name, INPUT_SCALE)
+        if not record.quantizes_inputs and folder.entry(f"{module}.{inputs}"):
+            other = next((f.name for f in FORMATS.values() if f.stores_alike(record) and f.quantizes_inputs), "")
+            yield error("E3", module, f"has {inputs}, but {record.name} leaves activations alone",
+                        f"remove it, or set {other}")  # fmt: skip
         yield from _unknown(folder, module)
 
 
-def _eight_bits(folder: Folder, module: str) -> Iterator[Finding]:
-    weight, expected = folder.entry(f"{module}.weight"), folder.skeleton.linears if folder.skeleton else {}
-    if weight is None:
-        yield error("E3", module, "has scales but no weight", _AGAIN)
-    elif weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or 0 in weight.shape:
-        yield error("E3", module, f"weight is {weight.dtype} {list(weight.shape)} beside its scales, expected F8_E4M3 [N, K]",
-                    "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
-    elif weight.shape != tuple(expected.get(module, weight.shape)):
-        asked = list(expected[module])
-        yield error("E3", module, f"holds {list(weight.shape)} weights, config.json asks for {asked}", _AGAIN)
-    for leaf in folder.layout.scalars_of(FP8):
-        yield from _scalar(folder, module, leaf, required=True)
-
-
 def _shapes(folder: Folder, module: str, n: int, k: int) -> Iterator[Finding]:
+    """[n, k], as the codes have it, is what the architecture asks for, and what the block scales have."""
     expected = folder.skeleton.linears if folder.skeleton else {}
-    leaf = folder.layout.block_scale
-    scale = folder.entry(f"{module}.{leaf}")
     if module in expected and tuple(expected[module]) != (n, k):
         yield error("E3", module, f"holds {n} x {k} weights, config.json asks for {list(expected[module])}", _AGAIN)
+    record = folder.record_of(module)
+    block = record.stored(BLOCK_SCALE)
+    if block is None:
+        return
+    leaf = folder.layout.leaf(record.name, BLOCK_SCALE)
+    scale = folder.entry(f"{module}.{leaf}")
     if scale is None:
         yield error("E3", module, f"lacks {leaf}: the engine stops or reads uninitialised memory", _AGAIN)
-    elif scale.dtype != "F8_E4M3":
-        yield error(
-            "E3", module, f"{leaf} is {scale.dtype}, expected F8_E4M3: vLLM casts it and serves garbage", _AGAIN
-        )
-    elif scale.shape != (n, k // 16):
-        yield error("E3", module, f"{leaf} is {list(scale.shape)}, expected {[n, k // 16]}", _AGAIN)
+    elif scale.dtype != block.dtype:
+        told = f"{leaf} is {scale.dtype}, expected {block.dtype}: vLLM casts it and serves garbage"
+        yield error("E3", module, told, _AGAIN)
+    elif scale.shape != block.shape(n, k):
+        yield error("E3", module, f"{leaf} is {list(scale.shape)}, expected {list(block.shape(n, k))}", _AGAIN)
 
 
-def _scalar(folder: Folder, module: str, leaf: str, required: bool) -> Iterator[Finding]:
+def _scalar(folder: Folder, module: str, leaf: str) -> Iterator[Finding]:
     entry = folder.entry(f"{module}.{leaf}")
     if entry is None:
-        if required:
-            yield error("E3", module, f"lacks {leaf}: vLLM does not notice and serves garbage or NaN", _AGAIN)
+        yield error("E3", module, f"lacks {leaf}: vLLM does not notice and serves garbage or NaN", _AGAIN)
         return
     if entry.dtype != "F32" or math.prod(entry.shape) != 1 or len(entry.shape) > 1:
         yield error("E3", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         return
     stored = folder.scalar(f"{module}.{leaf}")
-    format = folder.format_of(module)
-    value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored, format))
+    record = folder.record_of(module)
+    value, scale = float(stored.reshape(())), float(folder.layout.decode_scale(stored, record.name))
     tiny = torch.finfo(torch.float32).tiny
     if not (math.isfinite(value) and value >= tiny and math.isfinite(scale) and scale >= tiny):
         yield error("E3", module, f"{leaf} is {value}: it must be a normal positive number", _AGAIN)
-    elif leaf in (folder.layout.global_scale, "weight_scale") and scale >= 1:
-        largest = scale * E4M3_MAX * (1.0 if format == FP8 else E2M1_MAX)
+    elif leaf == folder.layout.leaf(record.name, GLOBAL_SCALE) and scale >= 1:
+        largest = scale * record.largest
         told = f"{leaf} is {value:g}, so that weights reach {largest:g}: the reciprocal was stored"
         if largest > _LARGEST_WEIGHT:
-            reciprocal = folder.layout.reciprocal and format != FP8
+            reciprocal = folder.layout.of(record.name).reciprocal
             yield error("E3", module, told, "store " + ("1 / scale" if reciprocal else "the scale itself"))
         else:
             yield warning("E3", module, told + ", or weights are very large", "compare with the source's weights")
 
 
 def _unknown(folder: Folder, module: str) -> Iterator[Finding]:
-    known = {*folder.layout.leaves_of(FP8 if folder.format_of(module) == FP8 else NVFP4), "bias", "k_scale", "v_scale"}
+    known = {*folder.layout.of(folder.format_of(module)).leaves.values(), "bias", "k_scale", "v_scale"}
     for leaf in folder.leaves.get(module, ()):
         if leaf not in known:
-            other = next((layout.name for layout in LAYOUTS.values() if leaf in layout.leaves), None)
+            names = ((layout.name, layout.leaves_of(format)) for layout in LAYOUTS.values() for format in FORMATS)
+            other = next((name for name, leaves in names if leaf in leaves), None)
             why = f"belongs to the {other} layout" if other else "is an internal buffer that leaked"
             yield error("E3", module, f"has an unknown tensor {leaf}, which {why}", "remove it, or " + _AGAIN)
 
 
 def e4_bytes(folder: Folder) -> Iterator[Finding]:
     """No NaN and no negative weight scale; a zero scale over non-zero codes loses weights. No NaN or Inf elsewhere."""
-    layout = folder.layout
     for module in folder.packed:
-        if folder.format_of(module) == FP8:
-            yield from _nan_values(folder, module)
-            continue
-        scale, weight = (folder.entry(f"{module}.{leaf}") for leaf in (layout.block_scale, layout.codes))
-        if (
-            scale is None
-            or weight is None
-            or scale.dtype != "F8_E4M3"
-            or weight.dtype != "U8"
-            or len(weight.shape) != 2
-        ):
-            continue
-        if _all_positive_and_finite(folder, f"{module}.{layout.block_scale}"):
-            continue
-        values = folder.get(f"{module}.{layout.block_scale}").view(torch.uint8)
-        nan, zero = (values & 0x7F) == 0x7F, (values & 0x7F) == 0
-        negative = (values > 0x80) & ~nan
-        if nan.any():
-            yield error("E4", module, f"{int(nan.sum())} block scales are NaN: the model emits one token", _AGAIN)
-        if negative.any():
-            yield error("E4", module, f"{int(negative.sum())} block scales are negative", _AGAIN)
-        if zero.any() and zero.shape == (weight.shape[0], weight.shape[1] // 8):
-            codes = folder.get(f"{module}.{layout.codes}").view(weight.shape[0], -1, 8)
-            lost = zero & ((codes & 0x77) != 0).any(-1)
-            if lost.any():
-                yield error("E4", module, f"{int(lost.sum())} block scales are zero over non-zero codes", _AGAIN)
-            else:
-                yield warning(
-                    "E4", module, f"{int(zero.sum())} block scales are zero (over zero codes: harmless)", "none needed"
-                )
+        yield from _nan_values(folder, module)
+        yield from _block_scales(folder, module)
     for name, (_, entry) in folder.tensors.items():
         checked = entry.dtype in ("BF16", "F16") or (entry.dtype == "F32" and len(entry.shape) > 0)
         if checked and entry.bytes and not torch.isfinite(amax(folder.get(name))):
@@ -158,11 +120,38 @@ def e4_bytes(folder: Folder) -> Iterator[Finding]:
 
 
 def _nan_values(folder: Folder, module: str) -> Iterator[Finding]:
-    weight = folder.entry(f"{module}.weight")
-    if weight is not None and weight.dtype == "F8_E4M3" and weight.bytes:
-        nan = (folder.get(f"{module}.weight").view(torch.uint8) & 0x7F) == 0x7F
+    name = f"{module}.{folder.leaves_of(module)[0]}"
+    weight = folder.entry(name)
+    if weight is not None and weight.dtype == folder.record_of(module).tensors[0].dtype == "F8_E4M3" and weight.bytes:
+        nan = (folder.get(name).view(torch.uint8) & 0x7F) == 0x7F
         if nan.any():
             yield error("E4", module, f"{int(nan.sum())} FP8 weights are NaN", _AGAIN)
+
+
+def _block_scales(folder: Folder, module: str) -> Iterator[Finding]:
+    """Bytes of E4M3 block scales, over 4-bit codes."""
+    record, layout = folder.record_of(module), folder.layout
+    names = [f"{module}.{layout.leaf(record.name, role)}" for role in (BLOCK_SCALE, CODES)]
+    scale, weight = (folder.entry(name) for name in names)
+    if scale is None or weight is None or scale.dtype != "F8_E4M3" or weight.dtype != "U8" or len(weight.shape) != 2:
+        return
+    if _all_positive_and_finite(folder, names[0]):
+        return
+    values = folder.get(names[0]).view(torch.uint8)
+    nan, zero = (values & 0x7F) == 0x7F, (values & 0x7F) == 0
+    negative = (values > 0x80) & ~nan
+    if nan.any():
+        yield error("E4", module, f"{int(nan.sum())} block scales are NaN: the model emits one token", _AGAIN)
+    if negative.any():
+        yield error("E4", module, f"{int(negative.sum())} block scales are negative", _AGAIN)
+    if zero.any() and zero.shape == (weight.shape[0], weight.shape[1] // 8):
+        codes = folder.get(names[1]).view(weight.shape[0], -1, 8)
+        lost = zero & ((codes & 0x77) != 0).any(-1)
+        if lost.any():
+            yield error("E4", module, f"{int(lost.sum())} block scales are zero over non-zero codes", _AGAIN)
+        else:
+            told = f"{int(zero.sum())} block scales are zero (over zero codes: harmless)"
+            yield warning("E4", module, told, "none needed")
 
 
 def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
@@ -180,7 +169,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
         if not row and n % tp:
             yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
         shard_n, shard_k = (n, k // tp) if row else (n // tp, k)
-        if folder.format_of(module) != FP8 and (shard_n % 32 or shard_k % 32):
+        if folder.record_of(module).block and (shard_n % 32 or shard_k % 32):
             yield warning(
                 "W1",
                 module,
@@ -210,12 +199,18 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
             told = ", ".join(f"{name} is {format}" for name, format in formats.items())
             yield error("E6", ", ".join(formats), f"{told}: engines fuse them, vLLM refuses", _AGAIN)
             continue
-        for leaf in folder.layout.scalars_of(next(iter(formats.values()), NVFP4)):
+        if not formats:
+            continue
+        record = FORMATS[next(iter(formats.values()))]
+        again = (
+            None if record.block else folder.layout.leaf(record.name, GLOBAL_SCALE)
+        )  # engines quantize with the largest
+        for leaf in folder.layout.scalars_of(record.name):
             stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
             bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
-            if len(set(bits.values())) > 1 and leaf == "weight_scale":
-                yield warning("E6", ", ".join(bits), "FP8 weight_scale differs in a fused group: engines quantize members again "
-                              "with the largest", "export with one scale for the group")  # fmt: skip
+            if len(set(bits.values())) > 1 and leaf == again:
+                yield warning("E6", ", ".join(bits), f"{record.name} {leaf} differs in a fused group: engines quantize members "
+                              "again with the largest", "export with one scale for the group")  # fmt: skip
             elif len(set(bits.values())) > 1:
                 yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
                             "largest and serves the others wrong", _AGAIN)  # fmt: skip
@@ -223,8 +218,8 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
 
 
 def _w2(folder: Folder) -> Iterator[Finding]:
-    for group in scale_groups(module for module in folder.packed if folder.format_of(module) != FP8):
-        names = [f"{m}.{folder.layout.block_scale}" for m in group]
+    for group in scale_groups(module for module in folder.packed if folder.record_of(module).block):
+        names = [f"{m}.{folder.layout.leaf(folder.format_of(m), BLOCK_SCALE)}" for m in group]
         entries = [folder.entry(name) for name in names]
         if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):
             byte = max(_largest_magnitude(folder, name) for name in names)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from qad.model.families import siblings_of
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.numerics.linear import QuantizedLinear
-from qad.numerics.nvfp4 import BLOCK_SIZE
 
 EDGE = 1e-4  # of the largest value of the token's input; FP32 rounding over 30 layers is an eighth of it (LOG.md)
 
@@ -67,7 +66,7 @@ def taken_from(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[Ties]
 def _taking(name: str, theirs_TK: Tensor, ties: Ties) -> Any:
     def take(module: QuantizedLinear, args: tuple[Tensor]) -> tuple[Tensor]:
         x, theirs = args[0], theirs_TK.to(args[0]).view_as(args[0])
-        block = 1 if module.format == FP8 else BLOCK_SIZE  # FP8 has one scale for all tokens
+        block = FORMATS[module.format].input_block or 1
         other = module.quantize_input(x) != module.quantize_input(theirs)
         near = (x - theirs).abs() <= EDGE * x.abs().amax(-1, keepdim=True)
         other, near = other.unflatten(-1, (-1, block)).any(-1), near.unflatten(-1, (-1, block)).all(-1)

@@ -35,8 +35,8 @@ from qad.errors import ArtifactError
 from qad.model.families import never_quantized
 from qad.model.source import HEAD, Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
-from qad.numerics.formats import FP8
-from qad.numerics.groups import _NONE_FROZEN, Quantized, quantize_group
+from qad.numerics.formats import FORMATS, Quantized
+from qad.numerics.groups import _NONE_FROZEN, quantize_group
 
 KIND = "arm"
 DYNAMIC = "dynamic"
@@ -131,7 +131,8 @@ class Arm:
         return str(self.facts.get("kv_cache", OFF))
 
     def frozen_scales(self, group: Sequence[str]) -> dict[str, nvfp4.FrozenScales]:
-        """Frozen scales of the selected members of a scale group; empty where scales are dynamic, as those of FP8 always are.
+        """Frozen scales of the selected members of a scale group; empty where scales are dynamic, as a format may
+        have them always.
 
         Raises ArtifactError where a module has none, or has such as no engine can use.
         """
@@ -142,7 +143,7 @@ class Arm:
             stored = set(file.keys())
             for module in group:
                 shape = self.selection.modules.get(module)
-                if shape is None or self.selection.format_of(module) == FP8:
+                if shape is None or not FORMATS[self.selection.format_of(module)].nvfp4_weights:
                     continue
                 names = (f"{module}.block_scale", f"{module}.global_scale")
                 if not stored.issuperset(names):

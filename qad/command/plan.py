@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from qad.command.preflight import require_measurable
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
@@ -67,10 +67,8 @@ def _memory(job: Job, train: Train) -> Iterator[str]:
 
 def _disk(job: Job) -> Iterator[str]:
     parameters = _parameters(job)
-    weights = {module: n * k for module, (n, k) in job.selection.modules.items()}
-    quantized = sum(
-        size if job.selection.format_of(module) == FP8 else size // 2 + size // 16 for module, size in weights.items()
-    )
+    selected = job.selection.modules.items()
+    quantized = sum(FORMATS[job.selection.format_of(module)].bytes(*shape) for module, shape in selected)
     rest = sum(size for name, size in parameters.items() if name.rpartition(".")[0] not in job.selection.modules)
     checkpoint = quantized + 2 * rest
     total = sum(parameters.values())

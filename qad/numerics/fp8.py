@@ -40,8 +40,22 @@ class Fp8Tensor:
         """Logical shape [..., K]."""
         return self.values.shape
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """As they are stored: values, scale."""
+        return self.values, self.scale
 
-def scale_from_amax(amax: Tensor | float) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dequantize` of this module."""
+        return dequantize(self, dtype)
+
+
+def from_tensors(*tensors: Tensor) -> Fp8Tensor:
+    """Of a stored module: values, scale."""
+    return Fp8Tensor(*tensors)
+
+
+def global_scale_from_amax(amax: Tensor | float) -> Tensor:
     """FP32 decode scale: amax / 448. An amax of zero, or so small that the scale would be subnormal, counts as 1.0; NaN and
     Inf pass through and are refused by `quantize`."""
     scale = torch.as_tensor(amax, dtype=torch.float32) / E4M3_MAX
@@ -75,17 +89,18 @@ def fake_quantize_activation_values(x: Tensor, input_scale: Tensor) -> Tensor:
     return (_round(x.float() * (1.0 / input_scale)) * input_scale).to(x.dtype)
 
 
-def quantize(weight: Tensor, scale: Tensor | None = None) -> Fp8Tensor:
+def quantize(weight: Tensor, global_scale: Tensor | None = None) -> Fp8Tensor:
     """Quantize a weight [N, K] (BF16, FP16 or FP32).
 
-    `scale`: FP32 scalar shared by the weight's scale group; None: the weight is a group of its own. Raises ValueError for
+    `global_scale`: FP32 scalar shared by the weight's scale group; None: the weight is a group of its own. Raises ValueError for
     NaN or Inf, naming the first bad index.
     """
     amax = weight.abs().amax().float()
     if not torch.isfinite(amax):
         index = tuple(int(i) for i in (~torch.isfinite(weight)).nonzero()[0])
         raise ValueError(f"weight holds {weight[index].item()} at index {index}: it cannot be scaled to FP8.")
-    scale = scale_from_amax(amax) if scale is None else scale.detach().reshape(()).to(weight.device, torch.float32)
+    scale = global_scale_from_amax(amax) if global_scale is None else global_scale.detach().reshape(())
+    scale = scale.to(weight.device, torch.float32)
     rows = weight.split(max(1, _ELEMENTS // max(1, weight.shape[-1])))
     values = [compiled(_weight_values, weight)(part, scale).to(torch.float8_e4m3fn) for part in rows]
     return Fp8Tensor(torch.cat(values), scale)
@@ -96,12 +111,15 @@ def dequantize(q: Fp8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return (q.values.float() * q.scale).to(dtype)
 
 
-def fake_quantize(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """dequantize(quantize(weight, scale)) in one pass, in the weight's dtype, with a straight-through gradient. NaN stays
-    NaN."""
-    if scale is None:
-        scale = scale_from_amax(weight.detach().abs().amax().float())
-    return _StraightThrough.apply(weight, _fake_quantize, scale.detach().reshape(()).to(weight.device, torch.float32))
+def fake_quantize(weight: Tensor, global_scale: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """dequantize(quantize(weight, global_scale)) in one pass, in the weight's dtype, with a straight-through gradient. NaN
+    stays NaN. `out`: gets the values and is returned; no gradient passes."""
+    if global_scale is None:
+        global_scale = global_scale_from_amax(weight.detach().abs().amax().float())
+    scale = global_scale.detach().reshape(()).to(weight.device, torch.float32)
+    if out is not None:
+        return out.detach().copy_(compiled(_fake_quantize, weight)(weight.detach(), scale))
+    return _StraightThrough.apply(weight, _fake_quantize, scale)
 
 
 def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:

@@ -12,40 +12,28 @@ import torch
 from torch import Tensor
 
 from qad.errors import SourceError
-from qad.numerics import fp8, nvfp4
+from qad.numerics import nvfp4
 from qad.numerics.finite import amax
-from qad.numerics.formats import FP8, NVFP4
-
-Quantized = nvfp4.QuantizedTensor | fp8.Fp8Tensor
-
+from qad.numerics.formats import FORMATS, NVFP4, Quantized
 
 _NONE_FROZEN: Mapping[str, nvfp4.FrozenScales] = MappingProxyType({})
+_FP32_TINY = torch.finfo(torch.float32).tiny
 
 
 def group_global_scale(weights: Mapping[str, Tensor], format: str = NVFP4) -> Tensor:
     """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
     `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
-    largest = _group_amax(weights.values())
-    return fp8.scale_from_amax(largest) if format == FP8 else nvfp4.global_scale_from_amax(largest)
+    return FORMATS[format].numerics().global_scale_from_amax(_group_amax(weights.values()))
 
 
 def _group_amax(weights: Iterable[Tensor]) -> Tensor:
     return torch.stack([amax(weight) for weight in weights]).amax()
 
 
-def _group_scales(
-    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales]
-) -> tuple[dict[str, tuple[Tensor, Tensor | None]], Tensor | None]:
-    """Module name -> (global scale, frozen block scales or None): the one place that decides between the two kinds. And
-    the largest magnitude of those without frozen scales, None where there are none."""
-    scales: dict[str, tuple[Tensor, Tensor | None]]
-    scales = {name: (found.global_scale, found.block_scale) for name, found in frozen.items() if name in weights}
-    loose = {name: weight for name, weight in weights.items() if name not in frozen}
-    if not loose:
-        return scales, None
-    largest = _group_amax(loose.values())
-    scales |= dict.fromkeys(loose, (nvfp4.global_scale_from_amax(largest), None))
-    return {name: scales[name] for name in weights}, largest
+def is_degenerate(amax: Tensor | float, largest: float) -> bool:
+    """True where amax / largest, the global scale, is no normal FP32 number although the group is not all zero."""
+    amax = torch.as_tensor(amax, dtype=torch.float32)
+    return bool((amax > 0) & (amax / largest < _FP32_TINY))
 
 
 def fake_quantize_group(
@@ -56,14 +44,14 @@ def fake_quantize_group(
 ) -> Iterator[tuple[str, Tensor]]:
     """What `quantize_group` would store, decoded, one member at a time: (module name, weight), in the weights' dtype or
     written to `out`, by module name."""
-    if format == FP8:
-        shared = group_global_scale(weights, FP8)
-        for name, weight in weights.items():
-            decoded = fp8.fake_quantize(weight, shared)
-            yield name, out[name].copy_(decoded) if name in out else decoded
-        return
-    for name, scales in _group_scales(weights, frozen)[0].items():
-        yield name, nvfp4.fake_quantize(weights[name], *scales, out=out.get(name))
+    rule = FORMATS[format].numerics()
+    shared = _shared_scale(weights, frozen, format)
+    for name, weight in weights.items():
+        found = frozen.get(name)
+        if found is None:
+            yield name, rule.fake_quantize(weight, shared, out=out.get(name))
+        else:
+            yield name, nvfp4.fake_quantize(weight, found.global_scale, found.block_scale, out.get(name))
 
 
 def quantize_group(
@@ -76,21 +64,34 @@ def quantize_group(
     Raises SourceError naming module and index for NaN or Inf; warns where the group's values are too small for a normal
     scale, so that all of them become zero, and where more than 1 % of the blocks outgrew their frozen scales.
     """
-    quantized: dict[str, Quantized] = {}
-    if format == FP8:
-        shared = group_global_scale(weights, FP8)
-    else:
-        scales, largest = _group_scales(weights, frozen)
-        if largest is not None and nvfp4.is_degenerate(largest):
-            loose = ", ".join(name for name in weights if name not in frozen)
-            warnings.warn(f"{loose}: values below 3.2e-35 have no normal scale and become zero", stacklevel=2)
+    rule, quantized = FORMATS[format].numerics(), {}
+    shared = _shared_scale(weights, frozen, format, warn=True)
     for name, weight in weights.items():
+        found = frozen.get(name)
         try:
-            quantized[name] = fp8.quantize(weight, shared) if format == FP8 else nvfp4.quantize(weight, *scales[name])
+            if found is None:
+                quantized[name] = rule.quantize(weight, shared)
+            else:
+                quantized[name] = nvfp4.quantize(weight, found.global_scale, found.block_scale)
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
     _warn_of_saturation({name: weight for name, weight in weights.items() if name in frozen}, frozen)
     return quantized
+
+
+def _shared_scale(
+    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales], format: str, warn: bool = False
+) -> Tensor | None:
+    """The global scale of the members without frozen scales; None where there are none."""
+    loose = {name: weight for name, weight in weights.items() if name not in frozen}
+    assert FORMATS[format].nvfp4_weights or len(loose) == len(weights)
+    if not loose:
+        return None
+    largest, units = _group_amax(loose.values()), FORMATS[format].largest
+    if warn and is_degenerate(largest, units):
+        told = f"values below {units * _FP32_TINY:.1e} have no normal scale and become zero"
+        warnings.warn(f"{', '.join(loose)}: {told}", stacklevel=3)
+    return FORMATS[format].numerics().global_scale_from_amax(largest)
 
 
 def _warn_of_saturation(weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales]) -> None:

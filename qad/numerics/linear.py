@@ -14,16 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qad.numerics import fp8, nvfp4
-from qad.numerics.formats import FP8, NVFP4
+from qad.numerics.formats import FORMATS, NVFP4
 
 
 def quantize_input(x: Tensor, input_scale: Tensor | None, format: str = NVFP4) -> Tensor:
-    """What the GEMM of a format sees of its input. `input_scale`: FP32 scalar; None (W4A16) leaves it as it is."""
+    """What the GEMM of a format sees of its input. `input_scale`: FP32 scalar; None (weights alone) leaves it as it is."""
     if input_scale is None:
         return x
-    rule = fp8.fake_quantize_activation if format == FP8 else nvfp4.fake_quantize_activation
-    return rule(x, input_scale)
+    return FORMATS[format].numerics().fake_quantize_activation(x, input_scale)
 
 
 class QuantizedLinear(nn.Linear):

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from qad.numerics.compiled import compiled
 from qad.numerics.finite import amax, first_not_finite
+from qad.numerics.nibbles import pack as pack
+from qad.numerics.nibbles import unpack as unpack
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
@@ -63,6 +65,20 @@ class QuantizedTensor:
         """Logical shape [..., K]."""
         return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As they are stored: codes, block scales, global scale."""
+        return self.packed, self.block_scale, self.global_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dequantize` of this module."""
+        return dequantize(self, dtype)
+
+
+def from_tensors(*tensors: Tensor) -> QuantizedTensor:
+    """Of a stored module: codes, block scales, global scale."""
+    return QuantizedTensor(*tensors)
+
 
 @dataclasses.dataclass(frozen=True)
 class FrozenScales:
@@ -77,9 +93,6 @@ class FrozenScales:
 
     def to(self, device: torch.device | str) -> FrozenScales:
         return FrozenScales(self.block_scale.to(device), self.global_scale.to(device))
-
-
-# --- elements and scales -------------------------------------------------------------------------
 
 
 def _round_to_step(magnitude: Tensor, step: Tensor | float) -> Tensor:
@@ -141,18 +154,12 @@ def global_scale_from_amax(amax: Tensor | float, block_scale_max: float = E4M3_M
     `block_scale_max`: another block scale for the largest value; four-over-six takes 256.
 
     An amax so small that the scale would be zero or subnormal (below 3.2e-35, so that its reciprocal could
-    overflow in an engine) gives the scale of amax 1.0; see `is_degenerate`. NaN and Inf pass through and are
+    overflow in an engine) gives the scale of amax 1.0. NaN and Inf pass through and are
     refused by `quantize`.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32)
     scale = amax / (E2M1_MAX * block_scale_max)
     return torch.where(scale < _FP32_TINY, torch.full_like(scale, 1.0) / (E2M1_MAX * block_scale_max), scale)
-
-
-def is_degenerate(amax: Tensor | float, block_scale_max: float = E4M3_MAX) -> bool:
-    """True where `global_scale_from_amax` had to replace the scale although the group is not all zero."""
-    amax = torch.as_tensor(amax, dtype=torch.float32)
-    return bool((amax > 0) & (amax / (E2M1_MAX * block_scale_max) < _FP32_TINY))
 
 
 def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
@@ -165,9 +172,6 @@ def _weight_block_scale(weight_B16: Tensor, global_scale: Tensor) -> Tensor:
 def weight_magnitude(weight_B16: Tensor, decode_scale: Tensor) -> Tensor:
     """|w| in units of the ROUNDED scale, saturated and rounded to E2M1."""
     return _round_to_e2m1(weight_B16.abs().div_(decode_scale))
-
-
-# --- weights -------------------------------------------------------------------------------------
 
 
 def _encode(weight_B16: Tensor, decode_scale_B1: Tensor) -> Tensor:
@@ -330,9 +334,6 @@ def saturated_weight_blocks(weight: Tensor, scales: FrozenScales) -> Tensor:
     return (amax_B1 / (values_B1 * global_scale) >= E2M1_OVERFLOW).reshape(scales.block_scale.shape)
 
 
-# --- activations ---------------------------------------------------------------------------------
-
-
 def fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tensor:
     """`fake_quantize_activation_encoded` of blocks [blocks, 16], without a gradient: the kernel itself, to be compiled. The
     scale is an FP32 scalar on their device."""
@@ -402,17 +403,3 @@ def _scalar(scale: Tensor, device: torch.device) -> Tensor:
     if scale.numel() != 1:
         raise ValueError(f"a global scale is one FP32 number, got shape {tuple(scale.shape)}")
     return scale.detach().reshape(()).to(device=device, dtype=torch.float32)
-
-
-# --- nibbles -------------------------------------------------------------------------------------
-
-
-def pack(codes: Tensor) -> Tensor:
-    """4-bit codes, uint8 [..., K] -> uint8 [..., K/2]; the even index goes to the low nibble."""
-    pair = codes.contiguous().view(torch.int16)  # the even code in the low byte
-    return (pair | (pair >> 4)).to(torch.uint8)
-
-
-def unpack(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] -> 4-bit codes, uint8 [..., K]."""
-    return torch.stack((packed & 0x0F, packed >> 4), dim=-1).flatten(-2)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from qad.errors import UsageError
+from qad.numerics.formats import FORMATS, quantizes_activations
 from qad.text.data import Data, Positive
 
 
@@ -20,7 +21,15 @@ class _Strict(BaseModel):
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator takes
-Format = Literal["NVFP4", "W4A16_NVFP4", "FP8"]
+
+
+def _known(name: str) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"expected one of {', '.join(FORMATS)} (got {name!r})")
+    return name
+
+
+Format = Annotated[str, AfterValidator(_known), WithJsonSchema({"type": "string", "enum": list(FORMATS)})]
 
 
 class Quantize(_Strict):
@@ -289,7 +298,7 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _scales(self) -> Recipe:
-        weights_only = {self.quantize.format, *self.quantize.formats.values()} == {"W4A16_NVFP4"}
+        weights_only = not any(map(quantizes_activations, (self.quantize.format, *self.quantize.formats.values())))
         if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):
             raise ValueError(
                 "calibrate is missing: scales of activations, and of K and V, are found on text; give calibrate.data, or set "

@@ -1,7 +1,7 @@
 """Calibration: how large the inputs of the selected Linears, and K and V, get in the unquantized model.
 
-input_scale = headroom * amax / (6 * 448) for NVFP4, headroom * amax / 448 for FP8. FP32, frozen from here on, one value
-per group of input scales
+input_scale = headroom * amax / (largest magnitude of the format: 6 * 448 for NVFP4, 448 for FP8). FP32, frozen from here
+on, one value per group of input scales
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from qad.arms.selection import Selection
 from qad.errors import SourceError
 from qad.model.experts import Expert, split_experts
 from qad.model.families import experts_of
-from qad.numerics import fp8, nvfp4
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.numerics.widened import widened_linears
 from qad.text.packing import Windows
 
@@ -155,7 +154,7 @@ def group_input_scales(amax: dict[str, Tensor], selection: Selection, headroom: 
         largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise SourceError(f"the input of {group[0]} is {largest.item()} in the BF16 model: the source is damaged")
-        limit, eight = largest * headroom, selection.format_of(group[0]) == FP8
-        scale = (fp8.scale_from_amax(limit) if eight else nvfp4.global_scale_from_amax(limit)).cpu()
+        rule = FORMATS[selection.format_of(group[0])].numerics()
+        scale = rule.global_scale_from_amax(largest * headroom).cpu()
         scales.update(dict.fromkeys(group, scale))
     return scales

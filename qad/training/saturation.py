@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from qad.arms.arm import Arm
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs
-from qad.numerics.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FrozenScales, saturated_blocks, saturated_weight_blocks
+from qad.numerics.nvfp4 import BLOCK_SIZE, FrozenScales, saturated_blocks, saturated_weight_blocks
 
 UNCOUNTED: Mapping[str, float | None] = {"saturated_weight_share": None, "saturated_input_share": None}
 _TOLERATED = 0.01
@@ -78,7 +78,7 @@ class Saturation:
             self._add(x, scale, inputs.format)
 
     def _add(self, x: Tensor, scale: Tensor, format: str) -> None:
-        self._saturated += int(saturated_blocks(x, scale, E4M3_MAX if format == FP8 else E2M1_MAX * E4M3_MAX))
+        self._saturated += int(saturated_blocks(x, scale, FORMATS[format].largest))
         self._inputs += x.numel() // BLOCK_SIZE
 
     @torch.no_grad()

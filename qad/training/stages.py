@@ -21,7 +21,7 @@ from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
 from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.numerics.nvfp4 import FrozenScales
 from qad.numerics.scale_search import search_scales
 from qad.recipes.job import Job, _needs
@@ -93,11 +93,11 @@ def _calibrated_model(job: Job) -> Any:
 
 
 def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
-    """Of every 4-bit module, found once per scale group; empty for dynamic scales."""
+    """Of every module whose format has them, found once per scale group; empty for dynamic scales."""
     strategy = job.recipe.quantize.scales
     if strategy == DYNAMIC:
         return {}
-    groups = [group for group in job.selection.groups if job.selection.format_of(group[0]) != FP8]
+    groups = [group for group in job.selection.groups if FORMATS[job.selection.format_of(group[0])].nvfp4_weights]
     size = {module: math.prod(job.selection.modules[module]) for group in groups for module in group}
     total = sum(size.values())
     frozen: dict[str, FrozenScales] = {}

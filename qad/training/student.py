@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qad.arms.arm import Arm
 from qad.errors import ArtifactError
 from qad.model.experts import StoredNames, expert_stacks
-from qad.numerics.formats import FP8
+from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
 from qad.numerics.linear import QuantizedLinear, wrap_linears
@@ -113,7 +113,7 @@ class Student:
         """Experts in 4 bits, a parameter at once; the names in the checkpoint of what was written."""
         deployed: set[str] = set()
         for name, inputs in self.experts.items():
-            if inputs.format == FP8:
+            if not FORMATS[inputs.format].nvfp4_weights:
                 continue
             layer = self.model.get_submodule(name)
             for leaf in ("gate_up_proj", "down_proj"):

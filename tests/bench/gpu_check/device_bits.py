@@ -18,6 +18,7 @@ from torch import Tensor
 from qad.errors import QadError
 from qad.numerics import nvfp4
 from qad.numerics.compiled import compilation, compiler_available
+from qad.numerics.groups import is_degenerate
 from qad.numerics.scale_search import STRATEGIES, search_scales
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -209,7 +210,7 @@ def _scalar_rules(device: str) -> Results:
     }
     for largest in (448.0, 256.0):
         values[f"global_scale_from_amax {largest:g}"] = nvfp4.global_scale_from_amax(amax.to(device), largest)
-        degenerate = [nvfp4.is_degenerate(value, largest) for value in amax.to(device)]
+        degenerate = [is_degenerate(value, 6 * largest) for value in amax.to(device)]
         values[f"is_degenerate {largest:g}"] = torch.tensor(degenerate)
     return values
 

@@ -50,7 +50,7 @@ def test_overrides_reach_any_depth_and_keep_their_types(tmp_path: Path) -> None:
         ("train.lrr=1", "unknown key 'train.lrr': did you mean 'lr'?"),
         ("quantise.format=NVFP4", "unknown key 'quantise': did you mean 'quantize'?"),
         ("measure.fidelity.tokns=5", "measure.fidelity"),
-        ("quantize.format=w4a4", "quantize.format: Input should be 'NVFP4', 'W4A16_NVFP4' or 'FP8' (got 'w4a4')"),
+        ("quantize.format=w4a4", "quantize.format: expected one of NVFP4, W4A16_NVFP4, FP8 (got 'w4a4')"),
         ("train.lr=-1", "train.lr"),
         ("train.tokens=10", "less than one step"),
         ("train.micro_batch_size=3", "does not divide"),
