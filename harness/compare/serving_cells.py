@@ -10,7 +10,7 @@ from harness.compare.comparable import BASELINE
 from harness.compare.speed import beside_baseline, differing_settings, mean_ratio
 from harness.records.comparison import Estimate
 from harness.records.record import Record
-from harness.records.serving import ServingData
+from harness.records.serving import Cell, ServingData
 from harness.serving.pareto import cells_of
 from harness.serving.statistics import LENGTH_TOLERANCE, CellSummary, summarize
 
@@ -24,16 +24,24 @@ def compare_serving(arms: dict[str, Record], notes: list[str]) -> Ratios:
     for arm, bf16, record in beside_baseline("serving", "serving speed", arms, _obstacle, notes):
         base, own = cells_of(bf16), cells_of(record)
         ratios[arm] = {}
-        for name in {**base, **own}:
-            if name not in base or name not in own:
-                notes.append(f"serving: {name} was measured in only one of {BASELINE} and {arm}")
+        notes += _unshared(arm, [n for n in base if n not in own], [n for n in own if n not in base])
+        for name, cell in own.items():
+            if name not in base:
                 continue
-            refusal = _refusal(arm, summarize(base[name]), summarize(own[name]))
+            refusal = _refusal(arm, cell, summarize(base[name]), summarize(cell))
             if refusal:
                 notes.append(f"serving speed of {arm}, {name}: refused, {refusal}")
                 continue
-            ratios[arm][name] = _ratios(summarize(own[name]), summarize(base[name]))
+            ratios[arm][name] = _ratios(summarize(cell), summarize(base[name]))
     return ratios
+
+
+def _unshared(arm: str, base: list[str], own: list[str]) -> list[str]:
+    """What only one of the two was asked for: no ratio crosses loads or lengths."""
+    if base and own:
+        return [f"serving speed of {arm}: refused between other loads or lengths, {BASELINE} was asked {'; '.join(base)}, {arm} "
+                f"{'; '.join(own)}"]  # fmt: skip
+    return [f"serving: {name} was measured in only one of {BASELINE} and {arm}" for name in base or own]
 
 
 def _obstacle(base: Record, record: Record) -> str:
@@ -53,7 +61,9 @@ def _obstacle(base: Record, record: Record) -> str:
     return f"they differ in {', '.join(differing)}" if differing else ""
 
 
-def _refusal(arm: str, base: CellSummary, own: CellSummary) -> str:
+def _refusal(arm: str, cell: Cell, base: CellSummary, own: CellSummary) -> str:
+    if cell.concurrency is None and cell.arrival is None:
+        return "neither file says what load it is of: import both again, with --concurrency"
     for name, summary in ((BASELINE, base), (arm, own)):
         if summary.invalid:
             return f"{name} is invalid: {summary.invalid}"

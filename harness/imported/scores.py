@@ -7,7 +7,7 @@ CSV             benchmark,bf16,ptq,qad or benchmark,arm,score: printed means, wi
 lm-eval         a folder with results_DATE.json, and samples_TASK_DATE.jsonl where --log_samples was given: with
                 samples, items that are paired; without, printed means with their standard error.
 NeMo Evaluator  results.jsonl, or a folder of BENCHMARK/results.jsonl: one line a problem and repeat.
-load tools      result files of vLLM bench, SGLang, AIPerf, GuideLLM, trtllm-bench: speed, see harness.serving.imports.
+load tools      result files of vLLM bench, SGLang, AIPerf, GuideLLM, trtllm-bench: speed, see harness.imported.load_tools.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.imported.lm_eval import lm_eval_records
+from harness.imported.load_tools import import_results, is_load_result
 from harness.imported.stamp import MODEL, imported_record
 from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
-from harness.serving.imports import import_results, is_load_result
 from qad.artifact import digest_of
 from qad.errors import DataError
 
@@ -52,9 +52,9 @@ def read_imported(path: Path, arm: str) -> list[Record] | None:
     return [_nemo_record(bundles, "", path, arm)] if bundles else None
 
 
-def serving_record(path: Path, arm: str, tool: str | None = None) -> Record:
-    """A load tool's result file. tool: see `import_results`, which also says what is raised."""
-    data, found = import_results(path, tool)
+def serving_record(path: Path, arm: str, tool: str | None = None, concurrency: int | None = None) -> Record:
+    """A load tool's result file. tool, concurrency: see `import_results`, which also says what is raised."""
+    data, found = import_results(path, tool, concurrency)
     return imported_record(arm, data, {}, found, [path], f"a result file of {data.driver}", path.name, MODEL)
 
 

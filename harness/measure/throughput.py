@@ -18,9 +18,9 @@ from qad.errors import UsageError
 from qad.model.source import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
+    from harness.measure.offline import Offline
     from harness.records.record import Engine, Record
     from harness.records.serving import ServingData
-    from harness.serving.offline import Offline
     from harness.serving.sweep import Plan
 
 INVALID = 1  # exit code: what was measured must not be used
@@ -68,7 +68,7 @@ def measure_benched(
     folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, offline: Offline, say: Callable[[str], None]
 ) -> int:
     """The same by `trtllm-bench`; its files go to a folder beside each record."""
-    from harness.serving.offline import measure_offline
+    from harness.measure.offline import measure_offline
     from qad.model.loader import load_tokenizer
 
     sources, paths = _placed(folders, arms, out)
@@ -168,11 +168,13 @@ def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int
     return code
 
 
-def import_served(path: Path, tool: str | None, arm: str, out: Path, say: Callable[[str], None]) -> int:
+def import_served(
+    path: Path, tool: str | None, concurrency: int | None, arm: str, out: Path, say: Callable[[str], None]
+) -> int:
     """One record of a load tool's result file; the exit code is 1 where it is invalid."""
     from harness.imported.scores import serving_record
 
-    record = serving_record(path, arm, tool)
+    record = serving_record(path, arm, tool, concurrency)
     keep(record, out)
     say(f"record: {out}")
     return _report({arm: _data(record)}, say)

@@ -19,6 +19,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from harness.records.fidelity import LATER
+from qad.untrusted import count, is_number
+
 SERVER_USAGE, ESTIMATE = "server usage", "estimate"
 
 
@@ -52,6 +55,25 @@ class Request:
     e2e_ms: float | None
     failed: bool = False
     reason: str = ""
+
+    @classmethod
+    def failure(cls, start_s: float, reason: str) -> Request:
+        return cls(start_s, None, None, None, "", None, None, None, None, None, None, failed=True, reason=reason)
+
+    @property
+    def impossible(self) -> str:
+        """What of a success cannot be, "" where all can: counts, cached of sent tokens, times in their order."""
+        counts = (("prompt", self.input_tokens), ("cached", self.cached_tokens), ("output", self.output_tokens))
+        wrong = [f"{name} tokens {str(n)[:40]}" for name, n in counts if n is not None and count(n) is None]
+        times = (("first token", self.ttft_ms), ("end", self.e2e_ms))
+        wrong += [f"{name} after {str(ms)[:40]} ms" for name, ms in times if not is_number(ms) or ms < 0]
+        if wrong:
+            return wrong[0]
+        if self.ttft_ms is not None and self.e2e_ms is not None and self.ttft_ms > self.e2e_ms * (1 + 1e-9):
+            return f"first token after {self.ttft_ms:g} ms, end after {self.e2e_ms:g} ms"
+        if self.input_tokens is not None and (self.cached_tokens or 0) > self.input_tokens:
+            return f"{self.cached_tokens} of {self.input_tokens} prompt tokens cached"
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +112,44 @@ class Repeat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Arrival:
+    """How requests come where they do not wait for answers. rate: requests per second; None: all at once, or as `pattern` says.
+    pattern: constant, Poisson, gamma with its shape, a ramp, ..., in words."""
+
+    rate: float | None
+    pattern: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Cell:
-    """Load: `concurrency` clients, each sending the next request when the last is answered. None: an imported file
-    does not say."""
+    """What was asked of the server, and its runs. Cells of another load or other lengths are never repeats of one.
+
+    concurrency: requests under way at most. arrival None: so many clients each send the next request when the last is answered.
+    Both None: the load is unknown, an imported file does not say. Lengths None: not told.
+    """
 
     concurrency: int | None
     input_tokens: int | None
     output_tokens: int | None
     repeats: list[Repeat]
+    arrival: Arrival | None = dataclasses.field(default=None, metadata=LATER)
+
+    @property
+    def load(self) -> str:
+        """In words that tell any two loads apart."""
+        if self.arrival is None:
+            return "load unknown" if self.concurrency is None else f"concurrency {self.concurrency}"
+        rate = "" if self.arrival.rate is None else f"{self.arrival.rate:.12g} requests/s, "
+        bound = "" if self.concurrency is None else f", at most {self.concurrency} under way"
+        return f"{rate}{self.arrival.pattern}{bound}"
 
     @property
     def name(self) -> str:
-        load = "concurrency unknown" if self.concurrency is None else f"concurrency {self.concurrency}"
-        return f"{load}, {_known(self.input_tokens)} + {_known(self.output_tokens)} tokens"
+        return f"{self.load}, {_known(self.input_tokens)} + {_known(self.output_tokens)} tokens"
 
 
-def _known(count: int | None) -> str:
-    return "?" if count is None else str(count)
+def _known(tokens: int | None) -> str:
+    return "?" if tokens is None else str(tokens)
 
 
 @dataclasses.dataclass(frozen=True)

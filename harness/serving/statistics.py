@@ -86,12 +86,12 @@ def summarize(cell: Cell) -> CellSummary:
     """Everything a table shows of one cell."""
     requests = [request for repeat in cell.repeats for request in repeat.requests]
     good = [request for request in requests if not request.failed]
-    failed = len(requests) - len(good)
-    share = failed / len(requests) if requests else None
+    counted, failed = _counts(cell)
     lengths = [request.output_tokens for request in good if request.output_tokens is not None]
     short = sum(n < (1 - LENGTH_TOLERANCE) * cell.output_tokens for n in lengths) if cell.output_tokens else 0
     return CellSummary(
-        requests=len(requests), failed=failed, failure_share=share, invalid=_invalid(cell, requests, failed),
+        requests=counted, failed=failed, failure_share=failed / counted if counted else None,
+        invalid=_invalid(cell, requests, counted, failed),
         tokens_per_s=[tokens_per_s(repeat) for repeat in cell.repeats],
         ttft_ms=[_middle(repeat, "ttft_ms") for repeat in cell.repeats],
         tpot_ms=[_middle(repeat, "tpot_ms") for repeat in cell.repeats],
@@ -137,16 +137,30 @@ def _middle(repeat: Repeat, metric: str) -> float | None:
     return repeat.printed.get(metric, {}).get("p50") if not repeat.requests else None
 
 
-def _invalid(cell: Cell, requests: list[Request], failed: int) -> str:
-    if not requests:
+def _counts(cell: Cell) -> tuple[int, int]:
+    """Requests and failures; a tool that gave no single requests may have printed both."""
+    printed = [repeat.printed.get("requests", {}) for repeat in cell.repeats if not repeat.requests]
+    told = [found for found in printed if "failed" in found]
+    requests = [request for repeat in cell.repeats for request in repeat.requests]
+    failed = sum(request.failed for request in requests) + round(sum(found["failed"] for found in told))
+    return len(requests) + round(sum(sum(found.values()) for found in told)), failed
+
+
+def _invalid(cell: Cell, requests: list[Request], counted: int, failed: int) -> str:
+    if not counted:
         return "" if any(repeat.printed for repeat in cell.repeats) else "no request was made"
-    reason = next((r.reason for r in requests if r.failed), "")
-    if failed == len(requests):
-        return f"none of {len(requests)} requests succeeded ({reason})"
-    if failed > FAILURE_LIMIT * len(requests):
-        return f"{failed} of {len(requests)} requests failed, more than {FAILURE_LIMIT:.0%} ({reason})"
+    reason = next((r.reason for r in requests if r.failed), "no reason was printed")
+    if failed == counted:
+        return f"none of {counted} requests succeeded ({reason})"
+    if failed > FAILURE_LIMIT * counted:
+        return f"{failed} of {counted} requests failed, more than {FAILURE_LIMIT:.0%} ({reason})"
     peaks = [repeat.peak_active for repeat in cell.repeats if repeat.peak_active is not None]
-    if cell.concurrency and peaks and min(peaks) < cell.concurrency <= len(requests) // len(cell.repeats):
+    if (
+        cell.concurrency
+        and cell.arrival is None
+        and peaks
+        and min(peaks) < cell.concurrency <= len(requests) // len(cell.repeats)
+    ):
         return f"the client kept at most {min(peaks)} requests under way, {cell.concurrency} were asked for"
     return ""
 

@@ -174,6 +174,9 @@ def _result(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="tool", choices=_TOOLS, help="tool that wrote it (default: told from its contents)"
     )
+    parser.add_argument(
+        "--concurrency", type=arguments.count, metavar="N", help="its load, where the file does not say"
+    )
 
 
 # --- kinds ---
@@ -314,8 +317,8 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
 
 def _bench(args: argparse.Namespace, say: _Say) -> int:
     from harness.engines.environment import engine_python
+    from harness.measure.offline import Offline
     from harness.measure.throughput import measure_benched
-    from harness.serving.offline import Offline
     from harness.serving.sweep import Plan
 
     concurrency = args.concurrency or ([1] if args.mode == "latency" else [1, 4, 16])
@@ -335,7 +338,7 @@ def _arms(args: argparse.Namespace) -> list[str]:
 def _import(args: argparse.Namespace, say: _Say) -> int:
     from harness.measure.throughput import import_served
 
-    return import_served(args.file, args.tool, args.arm, args.out, say)
+    return import_served(args.file, args.tool, args.concurrency, args.arm, args.out, say)
 
 
 def _parity(args: argparse.Namespace, say: _Say) -> int:

@@ -11,7 +11,7 @@ import pytest
 from harness.compare.recovery import compare
 from harness.records.comparison import from_json, to_json
 from harness.records.record import Engine, Record
-from harness.records.serving import SERVER_USAGE, Cell, Overhead, Repeat, Request, ServingData, Window
+from harness.records.serving import SERVER_USAGE, Arrival, Cell, Overhead, Repeat, Request, ServingData, Window
 from harness.serving.pareto import pareto
 from qad.command.compare import compare_arms
 from reports.figures.pareto import pareto_figure
@@ -88,10 +88,44 @@ def test_other_conditions_are_no_ratio_and_are_named(changes: dict[str, Any], na
     assert any(named in note for note in comparison.not_compared)
 
 
+def loaded(arm: str, *loads: Cell) -> Record:
+    """A cell a load."""
+    cells = [dataclasses.replace(load, repeats=[run(20.0, 100.0)]) for load in loads]
+    return dataclasses.replace(record(arm, [1.0]), data=ServingData("GuideLLM 0.8.1", "completions", cells))
+
+
+def asked(concurrency: int | None = 4, arrival: Arrival | None = None, tokens: int = 10) -> Cell:
+    return Cell(concurrency, 4, tokens, [], arrival)
+
+
+LOADS = [
+    asked(), asked(8), asked(None, Arrival(2.0, "constant")), asked(None, Arrival(2.0, "Poisson")),
+    asked(None, Arrival(2.0, "gamma, burstiness 0.5")), asked(None, Arrival(2.0000001, "constant")),
+    asked(4, Arrival(2.0, "constant")), asked(None, Arrival(None, "all at once")),
+    asked(None, Arrival(None, "linear ramp from 1 to 8 requests/s")), asked(tokens=20),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ours", range(len(LOADS)))
+@pytest.mark.parametrize("theirs", range(len(LOADS)))
+def test_speed_is_compared_under_one_load_alone(ours: int, theirs: int) -> None:
+    comparison = compare([loaded("bf16", LOADS[theirs]), loaded("ptq", LOADS[ours])])
+    assert bool(comparison.serving_ratio["ptq"]) == (ours == theirs)
+    if ours != theirs:
+        (note,) = [n for n in comparison.not_compared if "refused between other loads or lengths" in n]
+        assert f"bf16 was asked {LOADS[theirs].name}, ptq {LOADS[ours].name}" in note
+
+
 def test_cells_of_one_arm_alone_are_named() -> None:
-    comparison = compare([record("bf16", [1.0]), record("ptq", [2.0], concurrency=8)])
+    comparison = compare([loaded("bf16", *LOADS[:2]), loaded("ptq", LOADS[0])])
+    assert list(comparison.serving_ratio["ptq"]) == ["concurrency 4, 4 + 10 tokens"]
+    assert "serving: concurrency 8, 4 + 10 tokens was measured in only one of bf16 and ptq" in comparison.not_compared
+
+
+def test_unknown_loads_are_not_the_same_load() -> None:
+    comparison = compare([loaded("bf16", asked(None)), loaded("ptq", asked(None))])
     assert comparison.serving_ratio == {"ptq": {}}
-    assert sum("measured in only one" in note for note in comparison.not_compared) == 2
+    assert any("load unknown" in note and "--concurrency" in note for note in comparison.not_compared)
 
 
 def test_pareto_points_that_are_beaten_in_both_are_marked() -> None:
@@ -99,9 +133,18 @@ def test_pareto_points_that_are_beaten_in_both_are_marked() -> None:
     cells = [Cell(c, 4, 10, [run(t, 2 * s)]) for c, (s, t) in loads.items()]
     whole = dataclasses.replace(record("bf16", [1.0]), data=ServingData("d", "completions", cells))
     (points,) = pareto(whole).values()
-    assert [(p.concurrency, p.tokens_per_s, p.tpot_ms, p.efficient) for p in points] == [
+    assert [(p.cell.concurrency, p.tokens_per_s, p.tpot_ms, p.efficient) for p in points] == [
         (1, 50.0, 10.0, True), (4, 150.0, 12.0, True), (8, 140.0, 30.0, False),
     ]  # fmt: skip
+
+
+def test_the_figure_names_rates_as_rates() -> None:
+    cells = [asked(None, Arrival(rate, "constant")) for rate in (8.0, 2.0)] + [asked(None)]
+    records = [loaded("bf16", *cells)]
+    figure = pareto_figure(compare(records), records)
+    assert figure is not None
+    assert figure.alt.index("BF16 at 2 requests/s, constant:") < figure.alt.index("BF16 at 8 requests/s, constant:")
+    assert "unknown" not in figure.alt
 
 
 def test_the_report_shows_kernels_lengths_failures_and_the_cost_of_the_client(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from harness.engines import trtllm
 from harness.engines.trtllm_bench import WARM_UP, BenchRun, check_bench, run_bench
+from harness.imported.load_tools import import_results
 from harness.records.record import Engine
 from harness.records.serving import Cell, Repeat, ServingData
-from harness.serving.imports import import_results
 from harness.serving.prompts import random_prompts
 from harness.serving.statistics import summarize
 from harness.serving.sweep import Plan, check_plan, turns

@@ -18,9 +18,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.serving import Cell, Gaps, Repeat, Request, ServingData
-from harness.serving.window import TokenEvent, active_requests, steady_window
+from harness.imported.loads import UNKNOWN, aiperf_load, bench_load, guidellm_load, whole
+from harness.records.serving import Arrival, Cell, Gaps, Repeat, Request, ServingData, Window
+from harness.serving.window import TokenEvent, active_requests, steady_window, tokens_inside
 from qad.errors import DataError, UsageError
+from qad.untrusted import json_lines, strict_json
+
+Reader = Callable[[Sequence[Any], Path], list[Cell]]
+_EVENTS = 100_000  # of one request at most: a count that somebody wrote is no reason to run out of memory
 
 _NOTES = {
     "vllm": "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
@@ -34,10 +39,12 @@ _TOOLS = {"vllm": "vLLM bench serve", "sglang": "SGLang bench_serving", "aiperf"
           "trtllm": "trtllm-bench"}  # fmt: skip
 
 
-def import_results(path: Path, tool: str | None = None) -> tuple[ServingData, str]:
+def import_results(path: Path, tool: str | None = None, concurrency: int | None = None) -> tuple[ServingData, str]:
     """The file's data and the tool's key. tool: vllm, sglang, aiperf, guidellm, trtllm; None: told from the contents.
+    concurrency: the load of a file that does not say what it is.
 
-    Raises UsageError for an unknown tool, DataError where the file is none of that tool's, or holds nothing to import.
+    Raises UsageError for an unknown tool, or a concurrency where the file names the load; DataError where the file is none of
+    that tool's, or holds nothing to import.
     """
     if tool is not None and tool not in _TOOLS:
         raise UsageError(f"--from {tool} is unknown: use one of {', '.join(_TOOLS)}")
@@ -46,13 +53,18 @@ def import_results(path: Path, tool: str | None = None) -> tuple[ServingData, st
     if found is None:
         raise DataError(f"{path} is no result file of {', '.join(_TOOLS.values())}: check the path or give --from")
     try:
-        cells = _READERS[found](documents)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        cells = _READERS[found](documents, path)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path} is no result file of {_TOOLS[found]}, or of another version ({error!r}): check --from"
         ) from error
     if not cells:
         raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
+    if concurrency is not None:
+        told = next((cell.load for cell in cells if (cell.concurrency, cell.arrival) != UNKNOWN), None)
+        if told:
+            raise UsageError(f"--concurrency {concurrency}: {path} says what its load is, {told}")
+        cells = [dataclasses.replace(cell, concurrency=concurrency) for cell in cells]
     return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found]]), found
 
 
@@ -88,16 +100,14 @@ def recognize(documents: Sequence[Any]) -> str | None:
 def _documents(path: Path) -> list[Any]:
     """One JSON value, or one a line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give a result file") from error
-    try:
-        return [json.loads(text)]
-    except ValueError:
         try:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
-            raise DataError(f"{path} is neither JSON nor JSON lines ({error}): give a result file") from error
+            return [strict_json(path.read_bytes(), nan_is_null=True)]
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                raise
+            return [value for _, value in json_lines(path, nan_is_null=True)]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is neither JSON nor JSON lines ({error}): give a result file") from error
 
 
 # --- one request, one run ------------------------------------------------------------------------
@@ -108,21 +118,22 @@ def _request(
     gaps_ms: Sequence[float] = (), cached_tokens: int | None = None,
 ) -> Request:  # fmt: skip
     after_first = (output_tokens or 0) - 1
-    return Request(
+    found = Request(
         start_s=start_s, input_tokens=input_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens,
         token_source=counted_by, first_chunk_tokens=None, ttft_ms=ttft_ms, first_answer_ms=None,
         tpot_ms=(e2e_ms - ttft_ms) / after_first if after_first > 0 else None,
         icl_ms=Gaps(statistics.fmean(gaps_ms), statistics.median(gaps_ms), max(gaps_ms)) if gaps_ms else None, e2e_ms=e2e_ms,
     )  # fmt: skip
+    return _failed(start_s, f"impossible: {found.impossible}") if found.impossible else found
 
 
 def _failed(start_s: float, reason: object) -> Request:
-    words = " ".join(str(reason).split())[-200:] or "failed"
-    return Request(start_s, None, None, None, "", None, None, None, None, None, None, failed=True, reason=words)
+    return Request.failure(start_s, " ".join(str(reason).split())[-200:] or "failed")
 
 
-def _run(requests: list[Request], seconds: float | None) -> Repeat:
-    """A run from its requests; token events are spread evenly from the first token to the last."""
+def _run(requests: list[Request], seconds: float | None, arrival: Arrival | None = None) -> Repeat:
+    """A run from its requests; token events are spread evenly from the first token to the last. Requests at a rate are a steady
+    state from the first one's start to the last one's, whatever the server makes of them."""
     origin = min((r.start_s for r in requests), default=0.0)
     requests = [_moved(r, -origin) for r in sorted(requests, key=lambda r: r.start_s)]
     good = [r for r in requests if not r.failed]
@@ -130,9 +141,13 @@ def _run(requests: list[Request], seconds: float | None) -> Repeat:
     known = (bool(spans) and len({start for start, _ in spans}) > 1) or len(spans) == 1
     peak, mean = active_requests(spans) if known else (None, None)
     events = [event for r in good for event in _events(r)]
+    window = steady_window(spans, events) if known else None
+    if known and arrival is not None and arrival.rate is not None:
+        last = max(start for start, _ in spans)
+        window = Window(0.0, last, tokens_inside(events, 0.0, last))
     return Repeat(
         seconds=seconds if seconds is not None else max((end for _, end in spans), default=None), requests=requests,
-        window=steady_window(spans, events) if known else None, peak_active=peak, mean_active=mean,
+        window=window, peak_active=peak, mean_active=mean,
         prompts_seen_before=None, not_greedy=None,
     )  # fmt: skip
 
@@ -143,42 +158,46 @@ def _moved(request: Request, by_s: float) -> Request:
 
 def _events(request: Request) -> list[TokenEvent]:
     n, first, last = request.output_tokens or 0, request.ttft_ms or 0.0, request.e2e_ms or 0.0
-    step = (last - first) / (n - 1) if n > 1 else 0.0
-    return [(request.start_s + (first + i * step) / 1000, 1.0) for i in range(n)]
+    steps = min(n, _EVENTS)
+    step = (last - first) / (steps - 1) if steps > 1 else 0.0
+    return [(request.start_s + (first + i * step) / 1000, n / steps) for i in range(steps)]
 
 
 # --- tools ---------------------------------------------------------------------------------------
 
 
-def _openai_bench(tool: str) -> Callable[[Sequence[Any]], list[Cell]]:
+def _openai_bench(tool: str) -> Reader:
     """vLLM's and SGLang's results: one object a run, parallel lists where details were saved."""
 
-    def read(documents: Sequence[Any]) -> list[Cell]:
-        return _cells([(_lengths(d), _bench_run(d, tool)) for d in documents])
+    def read(documents: Sequence[Any], path: Path) -> list[Cell]:
+        return _cells([_bench_run(d, tool) for d in documents])
 
     return read
 
 
-Shape = tuple[int | None, int | None, int | None]  # concurrency, input, output tokens
+def _cells(runs: Sequence[Cell]) -> list[Cell]:
+    """Runs under one load and of one shape are repeats of a cell."""
+    found: dict[object, Cell] = {}
+    for run in runs:
+        asked = run.concurrency, run.arrival, run.input_tokens, run.output_tokens
+        before = found[asked].repeats if asked in found else []
+        found[asked] = dataclasses.replace(run, repeats=[*before, *run.repeats])
+    return [*found.values()]
 
 
-def _cells(runs: Sequence[tuple[Shape, Repeat]]) -> list[Cell]:
-    found: dict[Shape, list[Repeat]] = {}
-    for shape, run in runs:
-        found.setdefault(shape, []).append(run)
-    return [Cell(*shape, repeats) for shape, repeats in found.items()]
+def _bench_run(d: dict[str, Any], tool: str) -> Cell:
+    concurrency, arrival = bench_load(d)
+    sized = str(d.get("dataset_name", "random")).startswith("random")  # the lengths of other data sets are the defaults
+    prompt, answer = (whole(d.get(f"random_{side}_len")) if sized else None for side in ("input", "output"))
+    repeat = _bench_requests(d, tool, arrival) if d.get("ttfts") else _printed(d)
+    return Cell(concurrency, prompt, answer, [repeat], arrival)
 
 
-def _lengths(d: dict[str, Any]) -> Shape:
-    concurrency = d.get("max_concurrency")
-    return (None if concurrency is None else int(concurrency), d.get("random_input_len"), d.get("random_output_len"))
-
-
-def _bench_run(d: dict[str, Any], tool: str) -> Repeat:
-    if not d.get("ttfts"):
-        return _printed(d)
+def _bench_requests(d: dict[str, Any], tool: str, arrival: Arrival | None) -> Repeat:
     errors = d.get("errors") or [""] * len(d["ttfts"])
     itls, starts = d["itls"], d.get("start_times") or [0.0] * len(d["ttfts"])
+    if len({len(part) for part in (d["ttfts"], errors, itls, starts, d["input_lens"], d["output_lens"])}) > 1:
+        raise ValueError("its lists of requests are of different lengths")
     requests = []
     for i, ttft in enumerate(d["ttfts"]):
         succeeded = not errors[i] and d["output_lens"][i] and (ttft > 0 or itls[i])
@@ -188,7 +207,7 @@ def _bench_run(d: dict[str, Any], tool: str) -> Repeat:
         latency = d["latencies"][i] if d.get("latencies") else ttft + sum(itls[i])
         requests.append(_request(starts[i], 1000 * ttft, 1000 * latency, d["input_lens"][i], d["output_lens"][i],
                                  f"as counted by {_TOOLS[tool]}", [1000 * gap for gap in itls[i]]))  # fmt: skip
-    return _run(requests, d["duration"])
+    return _run(requests, d["duration"], arrival)
 
 
 def _printed(d: dict[str, Any]) -> Repeat:
@@ -203,12 +222,16 @@ def _printed(d: dict[str, Any]) -> Repeat:
         for metric, theirs in ours.items()
     }
     printed["tokens_per_s"] = {"mean": float(d["output_throughput"])}
-    printed["requests"] = {"succeeded": float(d["completed"])}
+    printed["requests"] = {"succeeded": float(d["completed"])} | (
+        {"failed": float(d["failed"])} if "failed" in d else {}
+    )
     return Repeat(d["duration"], [], None, None, None, None, None, printed={k: v for k, v in printed.items() if v})
 
 
-def _aiperf(documents: Sequence[Any]) -> list[Cell]:
-    """profile_export.jsonl: one request a line, with values and units; warm-up requests are left out."""
+def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
+    """profile_export.jsonl: one request a line, with values and units; warm-up requests are left out. The load is told by
+    profile_export_aiperf.json beside it."""
+    concurrency, arrival = aiperf_load(path.with_name(f"{path.stem}_aiperf.json"))
     requests = []
     for d in documents:
         facts, metrics = d["metadata"], d["metrics"]
@@ -225,7 +248,7 @@ def _aiperf(documents: Sequence[Any]) -> list[Cell]:
             "as counted by AIPerf",
             [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
         ))  # fmt: skip
-    return [Cell(None, None, None, [_run(requests, None)])] if requests else []
+    return [Cell(concurrency, None, None, [_run(requests, None, arrival)], arrival)] if requests else []
 
 
 def _ms(metric: dict[str, Any]) -> float:
@@ -237,15 +260,15 @@ def _count(metrics: dict[str, Any], name: str) -> int | None:
     return int(metrics[name]["value"]) if name in metrics else None
 
 
-def _guidellm(documents: Sequence[Any]) -> list[Cell]:
-    """One cell a benchmark. Requests that were cut off at the end of a run are neither a success nor a failure."""
-    runs: list[tuple[Shape, Repeat]] = []
+def _guidellm(documents: Sequence[Any], path: Path) -> list[Cell]:
+    """One run a benchmark. Requests that were cut off at the end of a run are neither a success nor a failure."""
+    runs = []
     for benchmark in documents[0]["benchmarks"]:
         requests = benchmark["requests"]
         good = [_guidellm_request(r) for r in requests["successful"] or ()]
         bad = [_failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
-        streams = _guidellm_streams(benchmark)
-        runs.append(((streams, None, None), _run(good + bad, None)))
+        concurrency, arrival = guidellm_load(benchmark)
+        runs.append(Cell(concurrency, None, None, [_run(good + bad, None, arrival)], arrival))
     return _cells(runs)
 
 
@@ -257,13 +280,6 @@ def _guidellm_error(r: dict[str, Any]) -> object:
     return (r.get("info") or {}).get("error") or "errored"
 
 
-def _guidellm_streams(benchmark: dict[str, Any]) -> int | None:
-    strategy = (
-        (benchmark.get("config") or {}).get("strategy") or (benchmark.get("scheduler") or {}).get("strategy") or {}
-    )
-    return strategy.get("streams")
-
-
 def _guidellm_request(r: dict[str, Any]) -> Request:
     t = _timings(r)
     first = t.get("first_token_iteration") or t["first_iteration"]
@@ -273,7 +289,7 @@ def _guidellm_request(r: dict[str, Any]) -> Request:
                     "as counted by GuideLLM", cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"))  # fmt: skip
 
 
-def _trtllm(documents: Sequence[Any]) -> list[Cell]:
+def _trtllm(documents: Sequence[Any], path: Path) -> list[Cell]:
     """--request_json: one entry a request, ns; --report_json: statistics alone."""
     first = documents[0]
     if isinstance(first, dict):
@@ -311,7 +327,7 @@ def _trtllm_report(d: dict[str, Any]) -> Cell:
     return Cell(None, None, None, [run])
 
 
-_READERS: dict[str, Callable[[Sequence[Any]], list[Cell]]] = {
+_READERS: dict[str, Reader] = {
     "vllm": _openai_bench("vllm"), "sglang": _openai_bench("sglang"), "aiperf": _aiperf, "guidellm": _guidellm,
     "trtllm": _trtllm,
 }  # fmt: skip
