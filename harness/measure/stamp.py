@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qad import provenance
-from qad.artifact import MANIFEST, digest_of, open_artifact
+from qad.artifact import MANIFEST, open_artifact
 from qad.errors import StorageError
 from qad.model.source import Checkpoint
-from qad.recipes.recipe import Throughput
 
 if TYPE_CHECKING:
     from harness.records.record import Data, Engine, Record
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 def folder_identity(source: Checkpoint) -> str:
     """The digest of a folder this tool wrote, else the hash of its files."""
     return open_artifact(source.folder).digest if (source.folder / MANIFEST).is_file() else source.digest
-
-
-def throughput_settings(section: Throughput, seed: int, dtype: str) -> dict[str, Any]:
-    """Speeds are comparable on the same machine with the same packages only."""
-    return {
-        **section.model_dump(mode="json"),
-        "seed": seed,
-        "dtype": dtype,
-        "machine": digest_of(provenance.environment()),
-    }
 
 
 def write_record(

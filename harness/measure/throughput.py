@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.stamp import folder_identity, keep, write_record
+from harness.measure.subject import Found, Subject
 from qad import provenance
 from qad.artifact import digest_of
 from qad.errors import UsageError
 from qad.model.source import Checkpoint, open_checkpoint
+from qad.recipes.recipe import Throughput
 
 if TYPE_CHECKING:
     from harness.measure.offline import Offline
@@ -24,6 +26,28 @@ if TYPE_CHECKING:
     from harness.serving.sweep import Plan
 
 INVALID = 1  # exit code: what was measured must not be used
+
+
+def settings(section: Throughput, subject: Subject) -> dict[str, Any]:
+    """Of speed in this process. Speeds are comparable on the same machine with the same packages only."""
+    machine = digest_of(provenance.environment())
+    return {**section.model_dump(mode="json"), "seed": subject.seed, "dtype": subject.dtype, "machine": machine}
+
+
+def measure(
+    subjects: Sequence[Subject], section: Throughput, progress: Callable[[int], object] = lambda runs: None
+) -> dict[str, Found]:
+    """Speed in this process, the arms in turns; by arm."""
+    from harness.serving.in_process import measure_throughput_interleaved
+
+    measured = measure_throughput_interleaved(
+        {subject.arm: subject.loaded.model for subject in subjects},
+        **section.model_dump(),
+        vocab_size=len(subjects[0].tokenizer),
+        seed=subjects[0].seed,
+        progress=progress,
+    )
+    return {s.arm: Found(measured[s.arm], s.loaded.engine, settings(section, s)) for s in subjects}
 
 
 @dataclasses.dataclass(frozen=True)

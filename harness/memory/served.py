@@ -46,8 +46,6 @@ def measure_served_memory(
 def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
     """Memory from the files alone, or with what the engine says that serves them."""
     from harness.engines.transformers import FILES
-    from harness.memory.files import measure_memory
-    from harness.memory.served import measure_served_memory
 
     if choice is None:
         return measure_memory(folder), FILES

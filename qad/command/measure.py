@@ -233,15 +233,14 @@ _OF_LOAD = ("server_log", "concurrency", "isl", "osl", "repeats", "requests", "e
 
 def _memory(args: argparse.Namespace, say: _Say) -> int:
     from harness.engines.available import EngineChoice
-    from harness.measure.folder import measure_folder
+    from harness.measure.folder import measure_memory
 
     choice = None
     if args.engine not in (None, "transformers"):
         choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
     else:
         _require_unused(args, _OF_ENGINE, "is of an engine that is started: add --engine vllm or trtllm")
-    measure_folder(args.folder, args.out, arm=args.arm, section=None, dtype=args.dtype, seed=args.seed,
-                   choice=choice)  # fmt: skip
+    measure_memory(args.folder, args.out, args.arm, args.dtype, args.seed, choice)
     say(f"record: {args.out}")
     return 0
 
@@ -249,16 +248,16 @@ def _memory(args: argparse.Namespace, say: _Say) -> int:
 def _here(args: argparse.Namespace, say: _Say) -> int:
     """Fidelity and accuracy."""
     from harness.accuracy.section import ServerChoice
-    from harness.measure.folder import measure_folder
+    from harness.measure.folder import How, measure_folder
     from qad.recipes.load import parse_section
 
     if not args.server:
         _require_unused(args, ("served_model", "max_model_len"), "is of a server: add --server URL")
     section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
     server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
-    measure_folder(args.folder, args.out, arm=args.arm, section=section, dtype=args.dtype, seed=args.seed,
-                   teacher=getattr(args, "teacher", None), noise_floor=args.noise_floor, server=server,
-                   other_teacher=getattr(args, "other_teacher", False), say=say)  # fmt: skip
+    other_teacher = getattr(args, "other_teacher", False)
+    how = How(args.noise_floor, server, getattr(args, "teacher", None), other_teacher, say)
+    measure_folder(args.folder, args.out, args.arm, section, args.dtype, args.seed, how)
     say(f"record: {args.out}")
     return 0
 
@@ -286,7 +285,7 @@ def _require_log(args: argparse.Namespace) -> None:
 
 
 def _throughput(args: argparse.Namespace, say: _Say) -> int:
-    from harness.measure.folder import measure_folder
+    from harness.measure.folder import How, measure_folder
     from qad.recipes.load import parse_section
 
     if not args.server and args.engine in (None, "transformers"):
@@ -296,8 +295,7 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
             )
         _require_unused(args, (*_OF_ENGINE, *_OF_LOAD), "is of a server's speed: add --engine vllm or --server URL")
         section = parse_section("throughput", {})
-        measure_folder(args.folder[0], args.out, arm=args.arm, section=section, dtype=args.dtype,
-                       seed=args.seed)  # fmt: skip
+        measure_folder(args.folder[0], args.out, args.arm, section, args.dtype, args.seed, How())
         say(f"record: {args.out}")
         return 0
     from harness.measure.throughput import Serving, measure_served

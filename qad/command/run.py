@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from harness.measure.arms import Measuring
+from harness.measure.arms import KINDS, Measuring
+from harness.measure.subject import Subject
 from qad.artifact import MANIFEST, open_artifact, replace_card, require_writable
 from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
@@ -75,7 +76,6 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
         require_measurable(job, out)
         _claim(job, out)
         require_enough_text(job, say)
-        measuring = Measuring(job, out, say)
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
         bf16_arm(job, arms / "bf16", replace=True)
@@ -90,9 +90,9 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
     for name in ("ptq", *recipe.methods):
         with clock(f"export {name}"):
             export(job, arms / name, exports / name, say)
+    measuring = Measuring(_subjects(job, exports), recipe.measure, lambda: job.text["test"], out, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
-        kinds = ["memory", "fidelity", "accuracy", "throughput"] + ["noise_floor"] * recipe.measure.noise_floor
-        for kind in kinds:
+        for kind in KINDS if recipe.measure.noise_floor else KINDS[:-1]:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
@@ -101,6 +101,13 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
         say(line)
     say(f"report: {report}")
     return report
+
+
+def _subjects(job: Job, exports: Path) -> list[Subject]:
+    """BF16 is the source, the other arms are their exported folders."""
+    folders = {"bf16": job.source.folder, **{arm: exports / arm for arm in ("ptq", *job.recipe.methods)}}
+    name, seed = job.source.display_name, job.recipe.seed
+    return [Subject.open(arm, folder, job.dtype, seed, name) for arm, folder in folders.items()]
 
 
 def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:

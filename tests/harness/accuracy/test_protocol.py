@@ -61,32 +61,6 @@ def test_a_second_model_is_asked_itself(tiny: LoadedModel, make_llama: Callable[
     assert results["first"] == results["again"] != results["second"]
 
 
-def test_other_weights_under_the_same_path_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D1: a record counts for the weights it was made of, not for the folder's name."""
-    from harness.engines.transformers import FILES
-    from harness.measure.arms import Measuring
-    from harness.measure.stamp import write_record
-    from harness.records import record as records
-    from harness.records.record import MemoryData
-
-    measuring = Measuring(
-        SimpleNamespace(recipe=SimpleNamespace(measure=SimpleNamespace(accuracy=None), methods=["qad"])),
-        tmp_path,
-        print,
-    )  # type: ignore[arg-type]
-    digest = "first export"
-    monkeypatch.setattr(measuring, "_identity", lambda _arm: digest)
-    path = tmp_path / "measure" / "ptq" / "memory.json"
-    assert measuring._missing("memory", "ptq", {})
-    write_record(path, "ptq", "tiny", digest, {}, FILES, MemoryData({"bf16": 2}, 2, 3, 1, 0), 0.0)
-    assert records.read(path).checkpoint == digest
-    assert not measuring._missing("memory", "ptq", {})
-    digest = "second export"
-    assert measuring._missing("memory", "ptq", {})
-    digest = "first export"
-    assert measuring._missing("memory", "ptq", {"limit": 3})
-
-
 # --- D2: one BOS ---
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from harness.engines.available import EngineChoice
+from harness.engines.transformers import FILES
 from harness.measure import arms as measuring
 from harness.measure.arms import Measuring
+from harness.measure.subject import Found, Subject
 from harness.records import record as records
 from harness.records.record import Engine, EngineMemory, MemoryData
 from qad.errors import EngineError
@@ -21,11 +23,9 @@ SERVED = MemoryData({"bf16": 10}, 10, 12, 5, 0, serving=EngineMemory(kv_cache_to
 
 
 def run_of(folder: Path, engine: str, said: list[str]) -> Measuring:
-    recipe = SimpleNamespace(measure=Measure.model_validate({"engine": engine}), methods=("qad",))
     source: Any = SimpleNamespace(folder=folder / "source", digest="0" * 64, display_name="m")
-    measured = Measuring(SimpleNamespace(recipe=recipe, source=source), folder, said.append)  # type: ignore[arg-type]
-    measured.arms = ("bf16",)
-    return measured
+    subject = Subject("bf16", source, "m", "float32", "cpu", 0)
+    return Measuring([subject], Measure.model_validate({"engine": engine}), list, folder, said.append)
 
 
 @pytest.fixture
@@ -69,3 +69,15 @@ def test_a_record_of_another_engine_is_measured_again(monkeypatch: pytest.Monkey
     run_of(tmp_path, "auto", []).memory()
     assert path.read_bytes() == before, "the same engine, weights and settings: reused"
     assert records.read(path).engine.native_fp4 is True
+
+
+def test_other_weights_under_the_same_path_are_measured_again(tmp_path: Path) -> None:
+    """A record counts for the weights it was made of, not for the folder's name; and for its settings."""
+    run = run_of(tmp_path, "transformers", [])
+    (subject,) = run.subjects.values()
+    assert run._missing("memory", {}) == [subject]
+    subject.write(tmp_path / "measure" / "bf16" / "memory.json", Found(ON_DISK, FILES, {}), 0.0)
+    assert run._missing("memory", {}) == []
+    assert run._missing("memory", {"limit": 3}) == [subject]
+    subject.__dict__["identity"] = "another export"
+    assert run._missing("memory", {}) == [subject]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from harness.measure.own_process import ChildError, run_alone
+from harness.measure.own_process import ChildError, run_apart
+from qad.errors import DataError
 
 LEAKY = """
 import json, os, pathlib
@@ -27,13 +29,16 @@ def refuse():
 
 def broken():
     raise RuntimeError("defect")
+
+def killed():
+    os.kill(os.getpid(), 9)
 """
 
 
 @pytest.fixture
 def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "leaky_engine.py").write_text(textwrap.dedent(LEAKY))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
+    monkeypatch.syspath_prepend(tmp_path)  # which a spawned child is told
     return tmp_path
 
 
@@ -43,7 +48,7 @@ def test_a_leaking_engine_leaks_into_no_other_measurement(leaky: Path) -> None:
     import json
 
     for _ in range(2):
-        run_alone("leaky_engine:measure", {"out": str(leaky / "found.json"), "size": 50_000_000})
+        run_apart(importlib.import_module("leaky_engine").measure, str(leaky / "found.json"), 50_000_000)
     first, second = json.loads((leaky / "found.json").read_text())
     assert first["held"] == second["held"] == 50_000_000
     assert len({first["pid"], second["pid"], os.getpid()}) == 3
@@ -52,10 +57,11 @@ def test_a_leaking_engine_leaks_into_no_other_measurement(leaky: Path) -> None:
             os.kill(pid, 0)
 
 
-def test_a_child_that_fails_says_so(leaky: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ChildError, match="could not do it") as caught:
-        run_alone("leaky_engine:refuse", {})
-    assert caught.value.exit_code == 2
-    assert "qad: error: no such task" in capfd.readouterr().err
-    with pytest.raises(ChildError, match="a defect, see above"):
-        run_alone("leaky_engine:broken", {})
+def test_a_child_that_fails_says_so(leaky: Path) -> None:
+    engine = importlib.import_module("leaky_engine")
+    with pytest.raises(DataError, match="no such task"):
+        run_apart(engine.refuse)
+    with pytest.raises(RuntimeError, match="defect"):
+        run_apart(engine.broken)
+    with pytest.raises(ChildError, match="killed was killed, by the system where memory ran out"):
+        run_apart(engine.killed)

@@ -22,6 +22,7 @@ WORKERS = (
     "export.convert.convert",
     "export.repair.repair",
     "harness.measure.folder.measure_folder",
+    "harness.measure.folder.measure_memory",
     "qad.command.compare.read_arms",
 )
 COMMANDS = {

@@ -1,0 +1,54 @@
+"""Fidelity: how far folders are from their teacher on text; or one from itself under another attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.fidelity.section import measure_distances
+from harness.measure.accuracy import OTHER_ATTENTION
+from harness.measure.subject import Found, Subject
+from qad.recipes.recipe import Fidelity
+from qad.text.packing import Sequences
+
+if TYPE_CHECKING:
+    from harness.accuracy.section import ServerChoice
+
+TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
+TEACHER = "bf16"
+
+
+def measure(
+    subjects: Sequence[Subject],
+    teacher: Subject,
+    section: Fidelity,
+    text: Sequences,
+    settings: dict[str, Any],
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Found]:
+    """By arm. The arm bf16 is the teacher itself. settings: those of `harness.fidelity.section.test_sequences`."""
+    students = {subject.arm: subject.loaded.model for subject in subjects if subject.arm != TEACHER}
+    measured = measure_distances(section, students, teacher.loaded.model, text, teacher.seed, progress)
+    return {s.arm: Found(measured[s.arm], s.loaded.engine, settings) for s in subjects}
+
+
+def measure_served(
+    server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]
+) -> Found:
+    """What a server tells of its likeliest tokens bounds the distance."""
+    from harness.fidelity.topk import measure_topk  # torch
+
+    name, engine = server.describe()
+    data = measure_topk(server.url, name, teacher.loaded.model, text.pairs, section.data.name, TOP_K)
+    return Found(data, engine, {**settings, "top_k": TOP_K})
+
+
+def measure_again(subject: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
+    """Distance of a folder under another attention kernel from itself."""
+    from harness.fidelity.distance import measure_fidelity  # torch
+
+    loaded = subject.load(OTHER_ATTENTION)
+    measured = measure_fidelity(
+        {"again": loaded.model}, subject.loaded.model, text.pairs, section.data.name, teacher_name="first"
+    )
+    return Found(measured["again"], loaded.engine, settings, {"attention": OTHER_ATTENTION})

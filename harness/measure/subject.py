@@ -1,0 +1,96 @@
+"""What is measured: a checkpoint folder under an arm's name. And what comes of it, which becomes a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.measure.stamp import folder_identity, write_record
+from qad.arms.origin import training_of
+from qad.model.loader import default_device, load_tokenizer, resolve_dtype
+from qad.model.source import Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from harness.engines.transformers import LoadedModel
+    from harness.records.record import Data, Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A measurement before it is stamped.
+
+    settings: what has to be equal between arms that are compared.
+    control: of a second measurement, the conditions that were changed on purpose.
+    """
+
+    data: Data
+    engine: Engine
+    settings: dict[str, Any]
+    control: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One arm's folder.
+
+    source: the folder, opened; BF16 or quantized.
+    model: what a record calls the model.
+    dtype: in which this process computes, resolved.
+    seed: of everything that is drawn.
+    """
+
+    arm: str
+    source: Checkpoint
+    model: str
+    dtype: str
+    device: str
+    seed: int
+
+    @classmethod
+    def open(cls, arm: str, folder: Path, dtype: str, seed: int, model: str | None = None) -> Subject:
+        """Raises SourceError, UsageError for what is no checkpoint folder."""
+        source, device = open_checkpoint(folder, allow_quantized=True), default_device()
+        return cls(arm, source, model or source.display_name, resolve_dtype(dtype, device), device, seed)
+
+    @property
+    def folder(self) -> Path:
+        return self.source.folder
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Digest of the weights that are measured."""
+        return folder_identity(self.source)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.folder)
+
+    @functools.cached_property
+    def loaded(self) -> LoadedModel:
+        """The model in this process, loaded once."""
+        return self.load()
+
+    def load(self, attention: str | None = None) -> LoadedModel:
+        """attention: transformers' name of a kernel, None for its choice."""
+        from harness.engines.transformers import load  # torch
+
+        return load(self.folder, self.dtype, self.device, attention)
+
+    def release(self) -> None:
+        """Give back what the loaded model holds."""
+        import torch
+
+        self.__dict__.pop("loaded", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def write(self, path: Path, found: Found, started: float) -> None:
+        """Stamp and write the record. started: of the clock `time.monotonic`. Raises StorageError."""
+        write_record(
+            path, self.arm, self.model, self.identity, found.settings, found.engine, found.data, started, found.control,
+            training_of(self.folder),
+        )  # fmt: skip
