@@ -3,15 +3,14 @@
 The format (OCP MX style, NVIDIA variant)
     element       E2M1: 1 sign, 2 exponent, 1 mantissa bit. Magnitudes 0 .5 1 1.5 2 3 4 6,
                   code = sign << 3 | index. No Inf, no NaN; everything above 5 saturates at 6.
-    block         16 consecutive elements along the last dimension share one E4M3FN scale
-                  (largest value 448, smallest positive value 2**-9).
+    block         16 consecutive elements of the last dimension share an E4M3FN scale (largest 448, smallest 2**-9).
     global_scale  one FP32 per tensor, or per group of tensors that an engine fuses. Always the
                   *decode* scale: value = element * (block_scale * global_scale).
 
 Two rules, because two parties quantize
-    Weights are quantized by us and follow ModelOpt's max-calibrated export: `quantize`, `fake_quantize`. Their block
-    scales are dynamic (a function of the weight) or given: frozen, found once by `qad.numerics.scale_search`.
-    Activations are quantized by the engine and follow vLLM's reference: `fake_quantize_activation`.
+    Weights, by us: ModelOpt's max-calibrated export (`quantize`, `fake_quantize`). Block scales are dynamic, a function of
+    the weight, or frozen (`qad.numerics.scale_search`).
+    Activations, by the engine: vLLM's reference (`fake_quantize_activation`).
 
 Rounding is to nearest, ties to even, everywhere. A negative value that rounds to zero keeps its sign
 (code 8); -0.0 is positive zero (code 0). Every step is FP32, whatever the input's dtype, and divides
@@ -31,8 +30,7 @@ from torch import Tensor
 
 from qad.numerics.compiled import compiled
 from qad.numerics.finite import amax, first_not_finite
-from qad.numerics.nibbles import pack as pack
-from qad.numerics.nibbles import unpack as unpack
+from qad.numerics.nibbles import pack, unpack
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
@@ -43,7 +41,6 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _CHUNK = 1 << 14  # blocks quantized at a time: what lies in between stays in its cache ...
 _COMPILED_CHUNK = 1 << 16  # ... and is less where it is compiled, but a call costs more
-
 _FP32_TINY = torch.finfo(torch.float32).tiny
 
 
@@ -341,9 +338,8 @@ def fake_quantize_activation_blocks(x_B16: Tensor, encode_scale: Tensor) -> Tens
     dtype = x_B16.dtype
     x_B16 = x_B16.float()
     block_amax = x_B16.abs().amax(dim=-1, keepdim=True)
-    # The amax is not negative, so vLLM's lower clamp at -448 is moot.
-    # vLLM multiplies by FP32's 1/6 where the weight rule divides by 6; the results differ in the last bit. (A literal, since
-    # torch.compile would make a name of it an input of every call.)
+    # vLLM multiplies by FP32's 1/6 where the weight rule divides by 6: another last bit. (A literal: torch.compile would make a
+    # name an input of every call.) Its lower clamp at -448 is moot.
     scale = round_to_e4m3((encode_scale * (block_amax * 0.16666667163372040)).clamp(max=E4M3_MAX))
     scaled = x_B16.abs() * _reciprocal(scale * _reciprocal(encode_scale))
     value = _round_to_e2m1(scaled) * (scale / encode_scale)
@@ -380,9 +376,8 @@ def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX *
     """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar. largest: what the calibrated
     amax is in units of input_scale.
 
-    The calibrated amax itself does not: 2**-22 makes up for what input_scale lost when it was rounded.
     """
-    limit = input_scale.float() * largest * (1 + 2.0**-22)
+    limit = input_scale.float() * largest * (1 + 2.0**-22)  # makes up for what input_scale lost when it was rounded
     return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
 

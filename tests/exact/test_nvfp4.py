@@ -11,6 +11,7 @@ from weight_cases import BITS, ONE, make_weight, needs_compiler, same_bits
 from qad.numerics import nvfp4
 from qad.numerics.compiled import compilation
 from qad.numerics.groups import is_degenerate
+from qad.numerics.nibbles import pack, unpack
 
 pytestmark = pytest.mark.exact
 
@@ -20,7 +21,7 @@ def codes_of(values: list[float], block_amax: float = 6.0) -> list[int]:
     row = torch.zeros(16)
     row[: len(values)] = torch.tensor(values)
     row[15] = block_amax
-    return nvfp4.unpack(nvfp4.quantize(row[None], ONE).packed)[0, : len(values)].tolist()
+    return unpack(nvfp4.quantize(row[None], ONE).packed)[0, : len(values)].tolist()
 
 
 def weights(name: str) -> torch.Tensor:
@@ -43,7 +44,7 @@ def modelopt_quantize(weight: torch.Tensor, global_scale: torch.Tensor) -> tuple
 
 def test_every_code_decodes_to_its_value() -> None:
     expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    packed = nvfp4.pack(torch.arange(16, dtype=torch.uint8)[None])
+    packed = pack(torch.arange(16, dtype=torch.uint8)[None])
     q = nvfp4.QuantizedTensor(packed, torch.ones(1, 1).to(torch.float8_e4m3fn), ONE)
     assert same_bits(nvfp4.dequantize(q), torch.tensor([expected]))
     assert expected == np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32).tolist()
@@ -114,7 +115,7 @@ def test_elements_use_the_rounded_scale() -> None:
     q = nvfp4.quantize(weight)
     assert q.global_scale.item() == 1.0
     assert q.block_scale.float()[0, 1].item() == 0.171875
-    assert nvfp4.unpack(q.packed)[0, 17].item() == 4  # 2.0, not 3.0
+    assert unpack(q.packed)[0, 17].item() == 4  # 2.0, not 3.0
 
 
 def test_division_not_multiplication_by_a_reciprocal() -> None:
@@ -130,7 +131,7 @@ def test_a_tiny_block_keeps_the_smallest_scale() -> None:
     weight[0, 0], weight[0, 16:] = 1.0, 1e-6
     q = nvfp4.quantize(weight)
     assert q.block_scale.view(torch.uint8)[0, 1].item() == 0x01
-    assert set(nvfp4.unpack(q.packed)[0, 16:].tolist()) == {3}  # 1.5
+    assert set(unpack(q.packed)[0, 16:].tolist()) == {3}  # 1.5
     assert nvfp4.dequantize(q)[0, 16].item() == pytest.approx(1.09e-6, rel=1e-2)
 
 
@@ -174,13 +175,13 @@ def test_packing_order() -> None:
     row = torch.zeros(1, 16)
     row[0, 0], row[0, 1] = 0.5, -6.0
     assert nvfp4.quantize(row, ONE).packed[0, 0].item() == 0xF1
-    assert nvfp4.pack(torch.tensor([0b0001, 0b1111], dtype=torch.uint8)).tolist() == [0b11110001]
-    assert nvfp4.unpack(torch.tensor([0b11110001], dtype=torch.uint8)).tolist() == [0b0001, 0b1111]
+    assert pack(torch.tensor([0b0001, 0b1111], dtype=torch.uint8)).tolist() == [0b11110001]
+    assert unpack(torch.tensor([0b11110001], dtype=torch.uint8)).tolist() == [0b0001, 0b1111]
 
 
 def test_pack_and_unpack_invert_each_other_for_every_byte() -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(nvfp4.pack(nvfp4.unpack(every)), every)
+    assert torch.equal(pack(unpack(every)), every)
 
 
 # --- whole tensors against the oracles ---

@@ -14,6 +14,7 @@ from export.writer import export_arm
 from qad.arms.arm import write_arm
 from qad.arms.selection import select
 from qad.artifact import run_stage
+from qad.model.experts import split_experts
 from qad.model.loader import load_model, load_skeleton
 from qad.model.source import open_checkpoint
 from qad.training.calibrate import AmaxObserver, group_input_scales
@@ -26,6 +27,7 @@ def build_arm(source: Path, folder: Path, format: str = "NVFP4", **choice: Any) 
     scales: dict[str, torch.Tensor] = {}
     if selection.quantizes_activations:
         model = load_model(checkpoint, "float32", "cpu")
+        split_experts(model)
         with AmaxObserver(model, list(selection.modules)) as observer, torch.no_grad():
             model(torch.arange(64)[None])
         scales = group_input_scales(observer.amax, selection, 1.0)

@@ -19,6 +19,7 @@ from qad.errors import QadError
 from qad.numerics import nvfp4
 from qad.numerics.compiled import compilation, compiler_available
 from qad.numerics.groups import is_degenerate
+from qad.numerics.nibbles import pack, unpack
 from qad.numerics.scale_search import STRATEGIES, search_scales
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -205,8 +206,8 @@ def _scalar_rules(device: str) -> Results:
     byte = torch.arange(256, dtype=torch.uint8)
     values = {
         "round_to_e4m3": nvfp4.round_to_e4m3(torch.cat([exact, middle, neighbours, sweep]).to(device)),
-        "unpack": nvfp4.unpack(byte.to(device)),
-        "pack": nvfp4.pack(nvfp4.unpack(byte.to(device))),
+        "unpack": unpack(byte.to(device)),
+        "pack": pack(unpack(byte.to(device))),
     }
     for largest in (448.0, 256.0):
         values[f"global_scale_from_amax {largest:g}"] = nvfp4.global_scale_from_amax(amax.to(device), largest)
