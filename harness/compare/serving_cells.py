@@ -67,14 +67,22 @@ def _refusal(arm: str, cell: Cell, base: CellSummary, own: CellSummary) -> str:
     for name, summary in ((BASELINE, base), (arm, own)):
         if summary.invalid:
             return f"{name} is invalid: {summary.invalid}"
-    if base.output_tokens is None or own.output_tokens is None:
-        return ""
-    if abs(own.output_tokens - base.output_tokens) > LENGTH_TOLERANCE * base.output_tokens:
-        return (
-            f"answers differ in length by more than {LENGTH_TOLERANCE:.0%}: {base.output_tokens:.1f} tokens under "
-            f"{BASELINE}, {own.output_tokens:.1f} under {arm}"
-        )
+    prompts, answers = (base.input_tokens, own.input_tokens), (base.output_tokens, own.output_tokens)
+    if base.input_range != own.input_range and _all_alike(base) and _all_alike(own):
+        return f"prompts differ in length: {_lengths(arm, *prompts)}, as the server counted them"
+    for what, (theirs, mine) in (("prompts", prompts), ("answers", answers)):
+        if theirs is not None and mine is not None and abs(mine - theirs) > LENGTH_TOLERANCE * theirs:
+            return f"{what} differ in length by more than {LENGTH_TOLERANCE:.0%}: {_lengths(arm, theirs, mine)}"
     return ""
+
+
+def _all_alike(summary: CellSummary) -> bool:
+    """Whether every prompt was of one length; if so, another arm's has to be that one."""
+    return summary.input_range is not None and len(set(summary.input_range)) == 1
+
+
+def _lengths(arm: str, base: float | None, own: float | None) -> str:
+    return f"{base or 0:.1f} tokens under {BASELINE}, {own or 0:.1f} under {arm}"
 
 
 def _ratios(own: CellSummary, base: CellSummary) -> dict[str, Estimate]:

@@ -179,7 +179,7 @@ def _cells(runs: Sequence[Cell]) -> list[Cell]:
     """Runs under one load and of one shape are repeats of a cell."""
     found: dict[object, Cell] = {}
     for run in runs:
-        asked = run.concurrency, run.arrival, run.input_tokens, run.output_tokens
+        asked = run.concurrency, run.arrival, run.input_tokens, run.output_tokens, run.drawn
         before = found[asked].repeats if asked in found else []
         found[asked] = dataclasses.replace(run, repeats=[*before, *run.repeats])
     return [*found.values()]
@@ -190,7 +190,8 @@ def _bench_run(d: dict[str, Any], tool: str) -> Cell:
     sized = str(d.get("dataset_name", "random")).startswith("random")  # the lengths of other data sets are the defaults
     prompt, answer = (whole(d.get(f"random_{side}_len")) if sized else None for side in ("input", "output"))
     repeat = _bench_requests(d, tool, arrival) if d.get("ttfts") else _printed(d)
-    return Cell(concurrency, prompt, answer, [repeat], arrival)
+    drawn = True if sized and prompt is not None and d.get("random_range_ratio", 1.0) != 1 else None
+    return Cell(concurrency, prompt, answer, [repeat], arrival, drawn)
 
 
 def _bench_requests(d: dict[str, Any], tool: str, arrival: Arrival | None) -> Repeat:
@@ -222,6 +223,10 @@ def _printed(d: dict[str, Any]) -> Repeat:
         for metric, theirs in ours.items()
     }
     printed["tokens_per_s"] = {"mean": float(d["output_throughput"])}
+    if d["completed"]:
+        for side in ("input", "output"):
+            if d.get(f"total_{side}_tokens") is not None:
+                printed[f"{side}_tokens"] = {"mean": d[f"total_{side}_tokens"] / d["completed"]}
     printed["requests"] = {"succeeded": float(d["completed"])} | (
         {"failed": float(d["failed"])} if "failed" in d else {}
     )
@@ -321,6 +326,7 @@ def _trtllm_report(d: dict[str, Any]) -> Cell:
         "tokens_per_s": {"mean": float(speed["system_output_throughput_tok_s"])},
         "requests": {"succeeded": float(asked["num_requests"])},
         "output_tokens": {"mean": float(asked["avg_output_length"])},
+        "input_tokens": {"mean": float(asked["avg_input_length"])},
     }
     run = Repeat(speed["total_latency_ms"] / 1000, [], None, None, asked.get("avg_num_concurrent_requests"), None, None,
                  printed={k: v for k, v in printed.items() if v})  # fmt: skip

@@ -125,7 +125,8 @@ class Cell:
     """What was asked of the server, and its runs. Cells of another load or other lengths are never repeats of one.
 
     concurrency: requests under way at most. arrival None: so many clients each send the next request when the last is answered.
-    Both None: the load is unknown, an imported file does not say. Lengths None: not told.
+    Both None: the load is unknown, an imported file does not say. Lengths None: not told. drawn: whether lengths were drawn at
+    random, up to those given.
     """
 
     concurrency: int | None
@@ -133,6 +134,7 @@ class Cell:
     output_tokens: int | None
     repeats: list[Repeat]
     arrival: Arrival | None = dataclasses.field(default=None, metadata=LATER)
+    drawn: bool | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
     def load(self) -> str:
@@ -145,7 +147,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.load}, {_known(self.input_tokens)} + {_known(self.output_tokens)} tokens"
+        drawn = "up to " if self.drawn else ""
+        return f"{self.load}, {drawn}{_known(self.input_tokens)} + {_known(self.output_tokens)} tokens"
 
 
 def _known(tokens: int | None) -> str:

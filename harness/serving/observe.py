@@ -12,14 +12,17 @@ import hashlib
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from harness.records.serving import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
+from qad.untrusted import count as count_of
+from qad.untrusted import strict_json
 
 CountTokens = Callable[[str], int]
+Kind = TypeVar("Kind")
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -74,7 +77,7 @@ class _Reading:
     counts: list[int | None] = dataclasses.field(default_factory=list)  # running tokens after each of them
     texts: list[str] = dataclasses.field(default_factory=list)
     answer_s: float | None = None
-    usage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    usage: dict[str, int] = dataclasses.field(default_factory=dict)
     finished: bool = False
     error: str = ""
 
@@ -86,11 +89,12 @@ def _observed(exchange: Exchange, count_tokens: CountTokens | None) -> Observed:
     greedy = body.get("temperature") == 0 and body.get("ignore_eos") is True
     reading = _read(exchange)
     reason = _failure(exchange, reading)
-    if reason:
-        failed = Request(0.0, None, None, None, "", None, None, None, None, None, None, failed=True, reason=reason)
-        return Observed(failed, exchange.start_s, exchange.end_s, [], prompt, greedy)
-    request, tokens = _success(exchange.start_s, reading, count_tokens)
-    return Observed(request, exchange.start_s, exchange.end_s, tokens, prompt, greedy)
+    if not reason:
+        request, tokens = _success(exchange.start_s, reading, count_tokens)
+        if not request.impossible:
+            return Observed(request, exchange.start_s, exchange.end_s, tokens, prompt, greedy)
+        reason = f"impossible: {request.impossible}"
+    return Observed(Request.failure(0.0, reason), exchange.start_s, exchange.end_s, [], prompt, greedy)
 
 
 def _read(exchange: Exchange) -> _Reading:
@@ -101,50 +105,95 @@ def _read(exchange: Exchange) -> _Reading:
             reading.finished = True
             continue
         try:
-            chunk = json.loads(event.data)
-        except ValueError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            reading.error = reading.error or "an event that is no JSON object"
+            chunk = _chunk(event.data)
+            if (chunk.usage.get("completion_tokens") or running) < running:
+                raise ValueError(f"that counts {chunk.usage['completion_tokens']} tokens after {running}")
+        except ValueError as error:
+            reading.error = reading.error or f"an event {error}"
             continue
-        if chunk.get("error") or chunk.get("object") == "error":
-            reading.error = reading.error or _short(chunk.get("error") or chunk)
-            continue
-        usage = chunk.get("usage") or {}
-        reading.usage.update({name: value for name, value in usage.items() if value is not None})
-        count = usage.get("completion_tokens")
-        choices = chunk.get("choices") or []
-        text, answers, ids, ends = _content(choices)
-        reading.finished |= ends
-        if choices and (text or ids or (count or 0) > running):
+        reading.error = reading.error or chunk.error
+        reading.usage |= chunk.usage
+        reading.finished |= chunk.ends
+        count = chunk.usage.get("completion_tokens")
+        if chunk.choices and (chunk.text or chunk.ids or (count or 0) > running):
             reading.times.append(event.time_s)
-            reading.texts.append(text)
+            reading.texts.append(chunk.text)
             reading.counts.append(count)
-            if answers and reading.answer_s is None:
+            if chunk.answers and reading.answer_s is None:
                 reading.answer_s = event.time_s
         running = max(running, count or 0)
     return reading
 
 
-def _content(choices: list[Any]) -> tuple[str, bool, bool, bool]:
-    """Text of a chunk, whether any of it is answer (not reasoning), whether it names token ids, whether it ends."""
-    text, answers, ids, ends = "", False, False, False
-    for choice in choices:
-        delta = choice.get("delta") or {}
-        answer = (choice.get("text") or "") + (delta.get("content") or "")
-        answer += "".join(str(call) for call in delta.get("tool_calls") or [])
-        thought = next((delta[name] for name in _REASONING if delta.get(name)), "")
-        text += thought + answer
-        answers |= bool(answer)
-        ids |= bool(choice.get("token_ids"))
-        ends |= choice.get("finish_reason") is not None
-    return text, answers, ids, ends
+@dataclasses.dataclass
+class _Chunk:
+    """One event. error: what the server says went wrong. usage: the counts that it tells. answers: whether any of its text is
+    answer, not reasoning. ids: whether it names token ids. ends: whether it gives a finish reason."""
+
+    error: str = ""
+    usage: dict[str, int] = dataclasses.field(default_factory=dict)
+    choices: bool = False
+    text: str = ""
+    answers: bool = False
+    ids: bool = False
+    ends: bool = False
+
+
+def _chunk(data: str) -> _Chunk:
+    """Raises ValueError, in words that follow "an event", for what no server of this interface says."""
+    try:
+        raw = strict_json(data, nan_is_null=True)
+    except ValueError as error:
+        raise ValueError(f"that is no JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError("that is no JSON object")
+    if raw.get("error") or raw.get("object") == "error":
+        return _Chunk(error=_short(raw.get("error") or raw))
+    chunk = _Chunk(usage=token_counts(raw))
+    for choice in _list(raw, "choices"):
+        chunk.choices = True
+        if not isinstance(choice, dict):
+            raise ValueError(f"with a choice that is {_short(choice)}")
+        delta = _part(choice, "delta", dict) or {}
+        answer = (_part(choice, "text", str) or "") + (_part(delta, "content", str) or "")
+        answer += "".join(str(call) for call in _list(delta, "tool_calls"))
+        thought = next((found for name in _REASONING if (found := _part(delta, name, str))), "")
+        chunk.text += thought + answer
+        chunk.answers |= bool(answer)
+        chunk.ids |= bool(choice.get("token_ids"))
+        chunk.ends |= choice.get("finish_reason") is not None
+    return chunk
+
+
+def token_counts(answer: Mapping[str, Any]) -> dict[str, int]:
+    """completion_tokens, prompt_tokens and cached_tokens, as far as an answer or event tells them. Raises ValueError, as
+    `_chunk`, for what is no count."""
+    usage = _part(answer, "usage", dict) or {}
+    told = {name: usage.get(name) for name in ("completion_tokens", "prompt_tokens")}
+    told["cached_tokens"] = (_part(usage, "prompt_tokens_details", dict) or {}).get("cached_tokens")
+    wrong = next((name for name, value in told.items() if value is not None and count_of(value) is None), None)
+    if wrong:
+        raise ValueError(f"whose {wrong} is {_short(told[wrong])}")
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _part(holder: Mapping[str, Any], name: str, kind: type[Kind]) -> Kind | None:
+    value = holder.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"whose {name} is {_short(value)}")
+    return value
+
+
+def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
+    return _part(holder, name, list) or []
 
 
 def _failure(exchange: Exchange, reading: _Reading) -> str:
     """Why a request counts as failed, "" for a success."""
     if exchange.status == 0:
         return "no answer: the connection ended"
+    if exchange.status < 0:
+        return "the answer is no HTTP"
     if exchange.status != 200:
         return f"HTTP {exchange.status}: {_short(exchange.text)}"
     if reading.error:
@@ -160,14 +209,14 @@ def _success(start_s: float, reading: _Reading, count_tokens: CountTokens | None
     usage, times = reading.usage, reading.times
     output, source = usage.get("completion_tokens"), SERVER_USAGE
     if output is None:
-        output, source = (count_tokens("".join(reading.texts)), ESTIMATE) if count_tokens else (None, ESTIMATE)
+        output, source = (count_tokens(utf8("".join(reading.texts))), ESTIMATE) if count_tokens else (None, ESTIMATE)
     per_chunk = _tokens_per_chunk(reading, output)
     first = _first_chunk(reading, output, count_tokens)
     ttft, e2e = (1000 * (t - start_s) for t in (times[0], times[-1]))
     after_first = None if output is None else output - (first or 1)
     return Request(
         start_s=0.0, input_tokens=usage.get("prompt_tokens"),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        cached_tokens=usage.get("cached_tokens"),
         output_tokens=output, token_source=source, first_chunk_tokens=first, ttft_ms=ttft,
         first_answer_ms=None if reading.answer_s is None else 1000 * (reading.answer_s - start_s),
         tpot_ms=(e2e - ttft) / after_first if after_first and after_first > 0 else None,
@@ -189,7 +238,7 @@ def _first_chunk(reading: _Reading, output: int | None, count_tokens: CountToken
         return reading.counts[0]
     if output == len(reading.times):
         return 1
-    return max(1, count_tokens(reading.texts[0])) if count_tokens else None
+    return max(1, count_tokens(utf8(reading.texts[0]))) if count_tokens else None
 
 
 def _gaps(times: list[float]) -> Gaps:
@@ -197,6 +246,11 @@ def _gaps(times: list[float]) -> Gaps:
     if not gaps:
         return Gaps(None, None, None)
     return Gaps(statistics.fmean(gaps), statistics.median(gaps), max(gaps))
+
+
+def utf8(text: str) -> str:
+    """Without lone surrogates, which JSON may hold and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _short(value: Any) -> str:

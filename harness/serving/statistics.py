@@ -47,6 +47,7 @@ class Goodput:
 class CellSummary:
     """tokens_per_s, ttft_ms, tpot_ms: one value a repeat (the latter medians). quantiles: metric -> quantile -> value,
     over the successful requests of all repeats. invalid: why the cell's speed must not be used, "" where it may.
+    input_tokens: mean length of the prompts, as the server counted them; input_range: the shortest and the longest.
     output_tokens: mean achieved length. cached_share: prompt tokens from the prefix cache / all. warnings: what else
     a reader has to know.
     """
@@ -60,6 +61,8 @@ class CellSummary:
     tpot_ms: list[float | None]
     quantiles: dict[str, dict[float, Quantile]]
     goodput: dict[str, Goodput]
+    input_tokens: float | None
+    input_range: tuple[int, int] | None
     output_tokens: float | None
     short: int
     cached_share: float | None
@@ -87,8 +90,10 @@ def summarize(cell: Cell) -> CellSummary:
     requests = [request for repeat in cell.repeats for request in repeat.requests]
     good = [request for request in requests if not request.failed]
     counted, failed = _counts(cell)
+    prompts = [request.input_tokens for request in good if request.input_tokens is not None]
     lengths = [request.output_tokens for request in good if request.output_tokens is not None]
-    short = sum(n < (1 - LENGTH_TOLERANCE) * cell.output_tokens for n in lengths) if cell.output_tokens else 0
+    aim = None if cell.drawn else cell.output_tokens
+    short = sum(n < (1 - LENGTH_TOLERANCE) * aim for n in lengths) if aim else 0
     return CellSummary(
         requests=counted, failed=failed, failure_share=failed / counted if counted else None,
         invalid=_invalid(cell, requests, counted, failed),
@@ -97,7 +102,9 @@ def summarize(cell: Cell) -> CellSummary:
         tpot_ms=[_middle(repeat, "tpot_ms") for repeat in cell.repeats],
         quantiles={m: {q: quantile(list(values(good, m)), q) for q in QUANTILES} for m in METRICS},
         goodput={name: goodput(cell.repeats, *limits) for name, limits in SLO_PRESETS.items()},
-        output_tokens=statistics.fmean(lengths) if lengths else None, short=short,
+        input_tokens=statistics.fmean(prompts) if prompts else _printed(cell, "input_tokens"),
+        input_range=(min(prompts), max(prompts)) if prompts else None,
+        output_tokens=statistics.fmean(lengths) if lengths else _printed(cell, "output_tokens"), short=short,
         cached_share=_cached_share(good), joules_per_token=_joules(cell.repeats), warnings=_warnings(cell, good, short),
     )  # fmt: skip
 
@@ -165,6 +172,14 @@ def _invalid(cell: Cell, requests: list[Request], counted: int, failed: int) -> 
     return ""
 
 
+def _printed(cell: Cell, metric: str) -> float | None:
+    """Mean over repeats of what a tool printed that gave no single requests."""
+    found = [
+        mean for r in cell.repeats if not r.requests and (mean := r.printed.get(metric, {}).get("mean")) is not None
+    ]
+    return statistics.fmean(found) if found else None
+
+
 def _cached_share(good: list[Request]) -> float | None:
     told = [(r.cached_tokens, r.input_tokens) for r in good if r.cached_tokens is not None and r.input_tokens]
     total = sum(count for _, count in told)
@@ -192,4 +207,10 @@ def _warnings(cell: Cell, good: list[Request], short: int) -> list[str]:
     cached = _cached_share(good)
     if cached:
         found.append(f"{cached:.0%} of the prompt tokens came from the server's prefix cache")
+    prompts = [r.input_tokens for r in good if r.input_tokens is not None]
+    other = [n for n in prompts if n != cell.input_tokens] if cell.input_tokens and not cell.drawn else []
+    if other:
+        counts = f"{min(other)}" if len(set(other)) == 1 else f"{min(other)} to {max(other)}"
+        found.append(f"the server counted {counts} prompt tokens in {len(other)} of {len(prompts)} requests, {cell.input_tokens} "
+                     "were sent: it adds some (a chat template, a second BOS) or another tokenizer counts")  # fmt: skip
     return found

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from qad.untrusted import mapping
+from qad.untrusted import mapping, strict_json
 
-CHUNKED, UNTIL_CLOSE = -1, -2
+CHUNKED, UNTIL_CLOSE, BROKEN = -1, -2, -3
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}\s*")
 
 
 class Stream:
@@ -58,8 +58,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A request and its answer. status 0: none came. whole: the answer was not cut off. end_s: its last byte, or the
-    end of the connection. text: the body where it is no event stream."""
+    """A request and its answer. status 0: none came; -1: one that is no HTTP. whole: the answer was not cut off. end_s: its last
+    byte, or the end of the connection. text: the body where it is no event stream."""
 
     method: str
     path: str
@@ -85,6 +85,11 @@ class _Message:
     last: int
     whole: bool
 
+    @property
+    def status(self) -> int:
+        """Of an answer; -1 where its first line holds none."""
+        return _status(self.line)
+
     def place(self, index: int) -> int:
         """Where byte `index` of the body lies in the stream."""
         end, place = self.runs[bisect.bisect_right(self.runs, index, key=lambda run: run[0])]
@@ -94,16 +99,14 @@ class _Message:
 def exchanges(connection: Connection) -> list[Exchange]:
     """The requests of one connection with their answers, in order."""
     asked = list(_messages(connection.sent.data, is_request=True))
-    answered = [
-        m for m in _messages(connection.received.data, is_request=False) if not m.line.split()[1].startswith("1")
-    ]
+    answered = [m for m in _messages(connection.received.data, is_request=False) if m.status // 100 != 1]
     return [
         _exchange(connection, request, answered[i] if i < len(answered) else None) for i, request in enumerate(asked)
     ]
 
 
 def _exchange(connection: Connection, request: _Message, answer: _Message | None) -> Exchange:
-    method, path, _ = request.line.split(" ", 2)
+    method, path, _ = f"{request.line}  ".split(" ", 2)
     start = connection.sent.when(request.first)
     if answer is None:
         end = start if connection.ended_s is None else connection.ended_s
@@ -113,7 +116,7 @@ def _exchange(connection: Connection, request: _Message, answer: _Message | None
         end = connection.ended_s
     streamed = "event-stream" in answer.headers.get("content-type", "")
     return Exchange(
-        method, path, _json(request.body), start, end, int(answer.line.split()[1]), answer.whole,
+        method, path, _json(request.body), start, end, answer.status, answer.whole,
         list(_events(answer, connection.received)) if streamed else [],
         "" if streamed else answer.body.decode("utf-8", "replace"),
     )  # fmt: skip
@@ -138,19 +141,26 @@ def _length(line: str, headers: dict[str, str], is_request: bool) -> int:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return CHUNKED
     if "content-length" in headers:
-        return int(headers["content-length"])
-    bodiless = is_request or line.split()[1] in ("204", "304") or line.split()[1].startswith("1")
-    return 0 if bodiless else UNTIL_CLOSE
+        length = headers["content-length"]
+        return int(length) if re.fullmatch("[0-9]{1,15}", length) else BROKEN
+    status = _status(line)
+    return 0 if is_request or status in (204, 304) or status // 100 == 1 else UNTIL_CLOSE
+
+
+def _status(line: str) -> int:
+    found = re.match(r"HTTP/\S+ +([1-9][0-9]{2})(?: |$)", line)
+    return int(found[1]) if found else -1
 
 
 _Body = tuple[bytes, list[tuple[int, int]], int, bool]  # body, runs, the place behind it, complete?
 
 
 def _body(data: bytes, at: int, length: int) -> _Body:
-    """A body until the close of the connection counts as complete: its last event says whether it is."""
+    """A body until the close of the connection counts as complete: its last event says whether it is. One whose length nobody
+    can tell does not."""
     if length == CHUNKED:
         return _chunks(data, at)
-    end = len(data) if length == UNTIL_CLOSE else at + length
+    end = len(data) if length in (UNTIL_CLOSE, BROKEN) else min(at + length, len(data))
     body = data[at:end]
     return body, [(len(body), at + len(body) - 1)] if body else [], end, length in (UNTIL_CLOSE, len(body))
 
@@ -160,11 +170,10 @@ def _chunks(data: bytes, at: int) -> _Body:
     runs: list[tuple[int, int]] = []
     total = 0
     while (line_end := data.find(b"\r\n", at)) >= 0:
-        try:
-            size = int(data[at:line_end].split(b";")[0], 16)
-        except ValueError:
+        told = data[at:line_end].split(b";")[0]
+        if not _CHUNK_SIZE.fullmatch(told):
             break
-        first = line_end + 2
+        size, first = int(told, 16), line_end + 2
         if size == 0:
             closing = data.find(b"\r\n", first)
             return b"".join(parts), runs, closing + 2 if closing >= 0 else len(data), closing >= 0
@@ -192,7 +201,6 @@ def _events(answer: _Message, stream: Stream) -> Iterator[Event]:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body)
+        return mapping(strict_json(body))
     except ValueError:
         return {}
-    return mapping(value)

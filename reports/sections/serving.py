@@ -38,7 +38,8 @@ def serving_table(comparison: Comparison, records: list[Record]) -> Table | None
         "Speed of serving", ["", *map(arm_name, arms)], groups,
         "Throughput is of the steady-state window, the median over repeats with their range; latencies are medians over "
         "successful requests, with p99 where n ≥ 100. Ratios are geometric means over repeats that ran next to each other, "
-        "with their 95 % interval; above 1 is better than BF16.",
+        "with their 95 % interval; above 1 is better than BF16. A load is a number of clients, each of which sends its "
+        "next request when the last is answered (concurrency), or requests at a rate that do not wait for answers.",
         breakable=True,
     )  # fmt: skip
 
@@ -67,6 +68,9 @@ def _group(
     for metric, label in LATENCIES.items():
         rows.append(row(label, lambda arm, s, m=metric: _latency(s.quantiles[m]), "median"))
         rows += ratio(metric)
+    rows.append(
+        row("Prompt length", lambda arm, s: _prompt(s, by_arm[arm][name]), "tokens, mean, as the server counted")
+    )
     rows.append(row("Answer length", lambda arm, s: _length(s), "tokens, mean"))
     rows.append(row("Failed requests", lambda arm, s: _failures(s)))
     rows.append(row("Kernels", lambda arm, s: Cell(clean(records[arm].engine.kernel_path or "unknown", 80))))
@@ -97,6 +101,17 @@ def _length(summary: CellSummary) -> Cell:
     if summary.output_tokens is None:
         return NOT_AVAILABLE
     return Cell(significant(summary.output_tokens), f"{summary.short} too short" if summary.short else "")
+
+
+def _prompt(summary: CellSummary, asked: LoadCell) -> Cell:
+    if summary.input_tokens is None:
+        return NOT_AVAILABLE
+    other = (
+        asked.input_tokens is not None
+        and not asked.drawn
+        and summary.input_range not in (None, (asked.input_tokens,) * 2)
+    )
+    return Cell(significant(summary.input_tokens), f"{asked.input_tokens} sent" if other else "")
 
 
 def _failures(summary: CellSummary) -> Cell:

@@ -198,6 +198,126 @@ def test_failures_on_the_wire(tiny_driver: Any) -> None:
     assert reasons == ["", "error inside the stream: out of memory", "the stream broke off"]
 
 
+# --- nonsense: every reply that no server of this interface sends is a failed request with its reason -------------
+
+
+def answered(
+    status: bytes = b"HTTP/1.1 200 OK", body: bytes = b"", head: bytes = b"Content-Type: text/event-stream"
+) -> Connection:
+    connection = Connection()
+    connection.sent.add(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}', 1.0)
+    connection.received.add(b"\r\n".join([status, head, b"", body]), 1.1)
+    connection.ended_s = 1.2
+    return connection
+
+
+WORD = '{"choices": [{"text": " a"}]}'
+END = '{"choices": [{"text": "", "finish_reason": "stop"}]}'
+EVENTS = {
+    "a choice that is a number": ('{"choices": [1]}', "a choice that is 1"),
+    "choices that are a number": ('{"choices": 5}', "choices is 5"),
+    "choices that are an object": ('{"choices": {"text": "a"}}', "choices is"),
+    "a text that is a number": ('{"choices": [{"text": 5}]}', "text is 5"),
+    "a delta that is a string": ('{"choices": [{"delta": "x"}]}', "delta is x"),
+    "a content that is a list": ('{"choices": [{"delta": {"content": [1]}}]}', "content is"),
+    "reasoning that is a number": ('{"choices": [{"delta": {"reasoning": 1}}]}', "reasoning is 1"),
+    "tool calls that are a number": ('{"choices": [{"delta": {"tool_calls": 3}}]}', "tool_calls is 3"),
+    "usage that is a string": ('{"usage": "x"}', "usage is x"),
+    "usage that is a list": ('{"usage": [1]}', "usage is"),
+    "-7 tokens": ('{"choices": [{"text": "b"}], "usage": {"completion_tokens": -7}}', "completion_tokens is -7"),
+    "tokens as a string": ('{"usage": {"completion_tokens": "7"}}', "completion_tokens is 7"),
+    "tokens as a truth": ('{"usage": {"prompt_tokens": true}}', "prompt_tokens is True"),
+    "1.5 tokens": ('{"usage": {"prompt_tokens": 1.5}}', "prompt_tokens is 1.5"),
+    "1e999 tokens": ('{"usage": {"completion_tokens": 1e999}}', "1e999 is too large"),
+    "tokens of 5000 digits": ('{"usage": {"completion_tokens": ' + "9" * 5000 + "}}", "5,000 digits"),
+    "details that are a string": ('{"usage": {"prompt_tokens_details": "x"}}', "prompt_tokens_details is x"),
+    "more cached than sent": (
+        '{"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}', "4 of 3 prompt tokens cached"),
+    "a count that falls": (
+        '{"choices": [], "usage": {"completion_tokens": 5}}\n\ndata: {"choices": [], "usage": {"completion_tokens": 2}}',
+        "2 tokens after 5"),
+    "deep JSON": ("[" * 100_000, "nested too deeply"),
+    "a key twice": ('{"choices": [], "choices": []}', "occurs twice"),
+    "a number": ("7", "no JSON object"),
+    "half an object": ('{"choices": [', "no JSON"),
+    "null as an error that is an object": ('{"error": {"message": null}}', "message"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_an_event_that_is_nonsense_is_a_failure_with_its_reason(name: str) -> None:
+    event, reason = EVENTS[name]
+    body = "".join(f"data: {data}\n\n" for data in (WORD, event, END, "[DONE]")).encode()
+    request = one(answered(body=body), lambda words: len(words))
+    assert request.failed
+    assert reason in request.reason
+    assert len(request.reason) < 300
+    good = "".join(f"data: {data}\n\n" for data in (WORD, END, "[DONE]")).encode()
+    assert not one(answered(body=good), lambda words: len(words)).failed
+
+
+@pytest.mark.parametrize(
+    ("status", "head"),
+    [(b"HTTP/1.1 abc", b"A: b"), (b"HTTP/1.1", b"A: b"), (b"", b"A: b"), (b"HTTP/1.1 99999 OK", b"A: b"),
+     (b"HTTP/1.1 -1 x", b"A: b"),
+     (b"garbage \xff\xfe", b"A: b"), (b"HTTP/1.1 200 OK", b"Content-Length: x"), (b"HTTP/1.1 200 OK", b"Content-Length: -5"),
+     (b"HTTP/1.1 200 OK", b"Content-Length: " + b"9" * 30), (b"HTTP/1.1 200 OK", b"Content-Length: 500"),
+     (b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked"), (b"HTTP/1.1 500 No", b"Content-Length: 9")],
+)  # fmt: skip
+@pytest.mark.parametrize("body", [b"", b"-5\r\nabc\r\n0\r\n\r\n", b"0x5\r\nabcde\r\n", b"f_f\r\nabc", b"\xff" * 40])
+def test_an_answer_that_is_no_http_is_a_failure(status: bytes, head: bytes, body: bytes) -> None:
+    request = one(answered(status, body, head))
+    assert request.failed
+    assert request.reason
+
+
+def test_half_a_surrogate_is_counted_as_a_character() -> None:
+    body = b'data: {"choices": [{"text": "\\ud800 a", "finish_reason": "stop"}]}\n\n'
+    request = one(answered(body=body), lambda words: len(words.encode()))
+    assert request.output_tokens == 3
+
+
+def test_a_server_that_answers_nonsense_costs_its_own_requests_alone(tiny_driver: Any) -> None:
+    def script(body: dict[str, Any]) -> Any:
+        number = int(body["prompt"])
+        yield 0.0, chunk(body, " a")
+        if number < len(EVENTS):
+            yield 0.0, [event for event, _ in EVENTS.values()][number]
+        yield 0.0, chunk(body, "", finish="stop")
+        yield 0.0, "[DONE]"
+
+    with mock_server(script) as mock, tap(mock.base_url) as wire:
+        tiny_driver.run(Load(wire.base_url, "mock", Path(), [str(n) for n in range(len(EVENTS) + 6)], 4, 2))
+        measured = repeat(observe(wire.take(), lambda words: len(words)), set())
+    summary = summarize(Cell(2, None, None, [measured]))
+    assert (summary.requests, summary.failed) == (len(EVENTS) + 6, len(EVENTS))
+
+
+# --- what the server counts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "warned"),
+    [
+        ([64] * 4, ""),
+        ([72] * 4, "counted 72 prompt tokens in 4 of 4 requests, 64 were sent"),
+        ([64, 65, 72, 64], "counted 65 to 72 prompt tokens in 2 of 4"),
+        ([None] * 4, ""),
+    ],
+)
+def test_the_servers_count_of_prompt_tokens_is_used_and_a_difference_is_said(
+    told: list[int | None], warned: str
+) -> None:
+    requests = [Request(0.0, n, None, 4, SERVER_USAGE, 1, 100.0, 100.0, 10.0, None, 130.0) for n in told]
+    summary = summarize(Cell(2, 64, 4, [Repeat(1.0, requests, None, None, None, 0, 0)]))
+    known = [n for n in told if n is not None]
+    assert summary.input_tokens == (sum(known) / len(known) if known else None)
+    assert len(summary.warnings) == bool(warned)
+    assert not warned or warned in summary.warnings[0]
+    drawn = summarize(Cell(2, 64, 4, [Repeat(1.0, requests, None, None, None, 0, 0)], drawn=True))
+    assert not drawn.warnings
+
+
 # --- E6: no success -------------------------------------------------------------------------------
 
 

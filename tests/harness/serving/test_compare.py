@@ -63,6 +63,33 @@ def test_answers_of_another_length_are_not_compared(output: int, refused: bool) 
     assert refused == any("differ in length by more than 5%" in note for note in comparison.not_compared)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "refused"),
+    [([4], [4], False), ([4], [5], True), ([100], [101], True), ([100, 102], [101], False), ([100, 102], [120, 110], True),
+     ([None], [4], False)],
+)  # fmt: skip
+def test_prompts_that_the_server_counted_otherwise_are_not_compared(
+    theirs: list[int | None], ours: list[int | None], refused: bool
+) -> None:
+    def counted(arm: str, lengths: list[int | None]) -> Record:
+        whole = record(arm, [1.0])
+        assert isinstance(whole.data, ServingData)
+        requests = [dataclasses.replace(request(20.0), input_tokens=n) for n in lengths for _ in range(4)]
+        cells = [
+            dataclasses.replace(whole.data.cells[0], repeats=[dataclasses.replace(run(20.0, 100.0), requests=requests)])
+        ]
+        return dataclasses.replace(whole, data=dataclasses.replace(whole.data, cells=cells))
+
+    records = [counted("bf16", theirs), counted("ptq", ours)]
+    comparison = compare(records)
+    assert bool(comparison.serving_ratio["ptq"]) is not refused
+    assert refused == any("prompts differ in length" in note for note in comparison.not_compared)
+    table = serving_table(comparison, records)
+    assert table is not None
+    (row,) = [row for row in table.groups[0].rows if row.label == "Prompt length"]
+    assert [cell.detail for cell in row.cells] == ["" if n in ([4], [None]) else "4 sent" for n in (theirs, ours)]
+
+
 def test_an_invalid_cell_is_not_compared() -> None:
     bad = Request(0.0, None, None, None, "", None, None, None, None, None, None, True, "engine died")
     broken = record("ptq", [2.0])

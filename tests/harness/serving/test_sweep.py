@@ -116,7 +116,8 @@ def test_a_client_that_shares_prompts_is_found_out(words: Any, tiny_driver: Any)
     assert [r.prompts_seen_before for r in data.cells[0].repeats] == [4, 4]
     assert summary.cached_share == pytest.approx(6 / 8)
     assert "8 requests repeat a prompt" in summary.warnings[0]
-    assert "75% of the prompt tokens" in summary.warnings[-1]
+    assert "75% of the prompt tokens" in summary.warnings[1]
+    assert "the server counted 8 prompt tokens in 8 of 8 requests, 6 were sent" in summary.warnings[2]
 
 
 def test_a_client_that_samples_is_found_out(words: Any) -> None:
