@@ -24,7 +24,7 @@ from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST
 from qad.errors import UsageError
-from qad.model.families import never_quantized
+from qad.model.families import Family, family_of
 from qad.numerics.formats import (
     BLOCK_SCALE,
     CODES,
@@ -223,6 +223,16 @@ class Folder:
         """Its manifest says that the KV cache was meant to have no scales."""
         return mapping((read_json(self.path / MANIFEST) or {}).get("config")).get("kv_cache") == CAST
 
+    @functools.cached_property
+    def family(self) -> Family:
+        """What engines do with the modules of the architecture."""
+        return family_of(self.config)
+
+    @property
+    def head(self) -> str:
+        """Name of the output head."""
+        return self.family.head
+
     @property
     def tied(self) -> bool:
         return bool(self.config.get("tie_word_embeddings"))
@@ -312,8 +322,7 @@ class Folder:
         return [
             module
             for module, _, leaf in (name.rpartition(".") for name in self.tensors)
-            if leaf == "weight"
-            and (module in known if known is not None else module.endswith(("embed_tokens", "wte", "word_embeddings")))
+            if leaf == "weight" and (module in known if known is not None else module.endswith(self.family.embeddings))
         ]
 
     @functools.cached_property
@@ -326,10 +335,10 @@ class Folder:
             if leaf != "weight" or entry.dtype not in FLOATING or len(entry.shape) != 2 or module in self.packed:
                 continue
             is_linear = module in known if known is not None else not _looks_like_embedding(module)
-            if is_linear or never_quantized(module) == "router" or _EXPERT.search(name):
+            if is_linear or self.family.never_quantized(module) == "router" or _EXPERT.search(name):
                 found[module] = (entry.shape[0], entry.shape[1])
-        if self.tied and known and "lm_head" in known and "lm_head" not in self.packed:
-            found["lm_head"] = known["lm_head"]  # the engine builds it, though it has no tensor of its own
+        if self.tied and known and self.head in known and self.head not in self.packed:
+            found[self.head] = known[self.head]  # the engine builds it, though it has no tensor of its own
         return found
 
     @property

@@ -17,7 +17,6 @@ from export.layouts.layout import Layout
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
 from qad.errors import ArtifactError
-from qad.model.source import HEAD
 
 _FLOATING = ("BF16", "F16", "F32")
 # Added to a router's scores to choose experts, and learned in steps below BF16's resolution; engines hold it in FP32.
@@ -61,9 +60,10 @@ def _with_kv_scales(arm: Arm, layout: Layout, unit: Unit, scales: list[str]) -> 
 def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
     selection = _require_fitting(arm)
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
-    stored = [name for name in arm.source.tensors if name != HEAD or not arm.tied_embeddings]
-    if arm.source.tied_embeddings and not arm.tied_embeddings and HEAD not in stored:
-        stored.append(HEAD)
+    head = arm.source.head
+    stored = [name for name in arm.source.tensors if name != head or not arm.tied_embeddings]
+    if arm.source.tied_embeddings and not arm.tied_embeddings and head not in stored:
+        stored.append(head)
     beside: dict[str, list[str]] = {}  # other tensors of quantized modules: biases
     for name in stored:
         module = name.rpartition(".")[0]
@@ -128,7 +128,7 @@ def _require_fitting(arm: Arm) -> Selection:
                 + ": exclude the module, or make the arm again"
             )
     for name, trained in arm.trained_shapes().items():
-        twin = arm.source.embedding if name == HEAD and arm.source.tied_embeddings else None
+        twin = arm.source.embedding if name == arm.source.head and arm.source.tied_embeddings else None
         if known.get(twin or name) != trained:
             raise ArtifactError(
                 f"{arm.folder} trained {name} {list(trained)}, which {arm.source.folder} does not hold: make the arm again"

@@ -14,6 +14,7 @@ from typing import Any
 
 from export.layouts.layout import COMPRESSED_TENSORS
 from export.layouts.scheme import Scheme
+from qad.model.families import DEFAULT
 from qad.numerics.formats import FORMATS, MIXED
 
 MIXED_FORMAT = "mixed-precision"
@@ -38,7 +39,7 @@ def numbers(format: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
     """`quantization_config` of config.json."""
-    heads = [module for module in scheme.layers if module.rpartition(".")[2] == "lm_head"]
+    heads = [module for module in scheme.layers if DEFAULT.never.get(module.rpartition(".")[2]) == "output head"]
     groups = {scheme.algorithm: ["Linear", *heads]}
     if scheme.algorithm == MIXED:
         groups = {format: sorted(modules) for format, modules in scheme.by_format.items()}

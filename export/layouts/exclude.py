@@ -16,25 +16,25 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
 
-from qad.model.families import siblings_of
+from qad.model.families import DEFAULT, Family, experts_of
 
 _WILD = re.compile(r"[*?[]")  # full names need no glob; a large model has millions of pairs
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
-_FUSED_LEAF = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13", "q_a_proj": "fused_qkv_a_proj"}
 
 
-def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str] | None = None) -> bool:
+def vllm_excludes(
+    module: str, patterns: Sequence[str], modules: Collection[str] | None = None, family: Family = DEFAULT
+) -> bool:
     """True where vLLM runs the module unquantized. `modules`: the model's own, so that only members that exist count as
     fused (None: all do). Raises ValueError where vLLM refuses: part of a fused module is excluded."""
-    experts = _EXPERT.match(module)
+    experts = experts_of(module)
     if experts:  # one layer to vLLM: any entry that names something inside it takes all of it out
-        return any(experts[1] in pattern for pattern in patterns) or _vllm_matches(experts[1], patterns)
-    members = _fused_members(module, modules)
+        return any(experts in pattern for pattern in patterns) or _vllm_matches(experts, patterns)
+    members = _fused_members(module, modules, family)
     if len(members) > 1:
         exact = [name in patterns for name in members]
         if all(exact):
             return True
-        fused = _fused_name(siblings_of(module)[0])
+        fused = family.fused_name(module, modules)
         if any(exact):
             raise ValueError(f"only part of {fused} is excluded")
         return _vllm_matches(fused, patterns)
@@ -42,13 +42,17 @@ def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str]
 
 
 def vllm_compressed_tensors_quantizes(
-    module: str, targets: Sequence[str], ignore: Sequence[str], modules: Collection[str] | None = None
+    module: str,
+    targets: Sequence[str],
+    ignore: Sequence[str],
+    modules: Collection[str] | None = None,
+    family: Family = DEFAULT,
 ) -> bool:
     """True where vLLM waits for the module's scales in a compressed-tensors checkpoint: it is not ignored, and a target
     names it, matches it (`re:`), or is part of its class's name. `modules` as above. Raises ValueError where vLLM refuses:
     part of a fused module is ignored."""
-    members = _fused_members(module, modules)
-    fused = _fused_name(siblings_of(module)[0]) if len(members) > 1 else module
+    members = _fused_members(module, modules, family)
+    fused = family.fused_name(module, modules) if len(members) > 1 else module
     ignored = [any(equal_or_regex(name, pattern) for pattern in ignore) for name in members]
     if any(equal_or_regex(fused, pattern) for pattern in ignore) or all(ignored):
         return False
@@ -58,7 +62,7 @@ def vllm_compressed_tensors_quantizes(
         return True
     if all(any(equal_or_regex(name, target) for target in targets) for name in members):
         return True
-    is_head = module.rpartition(".")[2] == "lm_head"  # its class is ParallelLMHead
+    is_head = family.never.get(module.rpartition(".")[2]) == "output head"  # its class is ParallelLMHead
     by_class = (target.lower() in "parallellinear" for target in targets if not target.startswith("re:"))
     return not is_head and any(by_class)
 
@@ -89,8 +93,8 @@ def equal_or_regex(name: str, pattern: str) -> bool:
         return False
 
 
-def _fused_members(module: str, modules: Collection[str] | None) -> list[str]:
-    return [name for name in siblings_of(module) if modules is None or name in modules or name == module]
+def _fused_members(module: str, modules: Collection[str] | None, family: Family) -> list[str]:
+    return [name for name in family.siblings_of(module) if modules is None or name in modules or name == module]
 
 
 def _vllm_matches(name: str, patterns: Sequence[str]) -> bool:
@@ -98,25 +102,29 @@ def _vllm_matches(name: str, patterns: Sequence[str]) -> bool:
     return any(pattern in name or (_WILD.search(pattern) and fnmatch(name, pattern)) for pattern in patterns)
 
 
-def trtllm_excludes(module: str, patterns: Sequence[str]) -> bool:
+def trtllm_excludes(module: str, patterns: Sequence[str], family: Family = DEFAULT) -> bool:
     """True where TensorRT-LLM runs the module unquantized: a glob or a whole `re:` match on the name or any ancestor.
     Any excluded member of q/k/v or gate/up excludes all of them."""
-    return any(_trtllm_matches(name, patterns) for name in siblings_of(module))
+    return any(_trtllm_matches(name, patterns) for name in family.siblings_of(module))
 
 
 def vllm_format(
-    module: str, layers: Mapping[str, str], patterns: Sequence[str], modules: Collection[str] | None = None
+    module: str,
+    layers: Mapping[str, str],
+    patterns: Sequence[str],
+    modules: Collection[str] | None = None,
+    family: Family = DEFAULT,
 ) -> str | None:
     """The algorithm vLLM gives the module of a MIXED_PRECISION checkpoint, None where it stays unquantized. layers: the keys of
     quantized_layers -> algorithm. Raises ValueError where vLLM refuses: members of a fused module differ."""
-    if vllm_excludes(module, patterns, modules):
+    if vllm_excludes(module, patterns, modules, family):
         return None
-    experts = _EXPERT.match(module)
-    members = [] if experts else _fused_members(module, modules)
-    built = experts[1] if experts else _fused_name(siblings_of(module)[0]) if len(members) > 1 else module
+    experts = experts_of(module)
+    members = [] if experts else _fused_members(module, modules, family)
+    built = experts or (family.fused_name(module, modules) if len(members) > 1 else module)
     if built in layers:
         return layers[built]
-    found = {layers[name] for name in siblings_of(module) if name in layers and len(members) > 1}
+    found = {layers[name] for name in family.siblings_of(module) if name in layers and len(members) > 1}
     if len(found) > 1:
         raise ValueError(f"members of {built} have different algorithms ({', '.join(sorted(found))})")
     if found:
@@ -129,13 +137,15 @@ class TrtllmFormats:
     """The algorithm TensorRT-LLM gives a module of a MIXED_PRECISION checkpoint: that of the first key of quantized_layers that
     contains the module's name, its first member's where engines fuse several; None where there is none."""
 
-    def __init__(self, layers: Mapping[str, str], modules: Collection[str] | None = None) -> None:
+    def __init__(
+        self, layers: Mapping[str, str], modules: Collection[str] | None = None, family: Family = DEFAULT
+    ) -> None:
         self._text, self._algorithms, self._modules = "\n".join(layers), list(layers.values()), modules
+        self._family = family
         self._starts = [0, *itertools.accumulate(len(key) + 1 for key in layers)]
 
     def of(self, module: str) -> str | None:
-        experts = _EXPERT.match(module)
-        position = self._text.find(experts[1] if experts else _fused_members(module, self._modules)[0])
+        position = self._text.find(experts_of(module) or _fused_members(module, self._modules, self._family)[0])
         return None if position < 0 else self._algorithms[bisect.bisect_right(self._starts, position) - 1]
 
 
@@ -159,9 +169,3 @@ def _full_match(expression: str, name: str) -> bool:
         return re.fullmatch(expression, name) is not None
     except re.error:
         return False
-
-
-def _fused_name(first: str) -> str:
-    parent, _, leaf = first.rpartition(".")
-    fused = _FUSED_LEAF.get(leaf, leaf)
-    return f"{parent}.{fused}" if parent else fused

@@ -13,7 +13,6 @@ from export.layouts.layout import Layout
 from export.rules.against_source import against_source
 from export.rules.findings import Finding, error, warning
 from qad.arms.arm import Arm, open_arm
-from qad.model.families import scale_groups
 from qad.numerics.formats import FORMATS, INPUT_SCALE, Quantized
 from qad.numerics.groups import quantize_group
 
@@ -28,7 +27,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
     modules = [module for module in folder.packed if f"{module}.weight" in known]
     other: list[str] = []
-    for group in scale_groups(modules):
+    for group in folder.family.scale_groups(modules):
         yield from _group(folder, arm, group, other)
     yield from _quantized_otherwise(arm, other, len(modules))
     yield from _input_scales(folder, arm, modules)

@@ -75,27 +75,32 @@ def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
 def _known_modules(folder: Folder) -> set[str]:
     """Every module with tensors, what the architecture builds beside them, and their ancestors."""
     built = folder.skeleton.linears if folder.skeleton else ()
-    parts = [module.split(".") for module in (*folder.leaves, *built, "lm_head")]
+    parts = [module.split(".") for module in (*folder.leaves, *built, folder.head)]
     return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
 
 
 def _readers(folder: Folder, everything: set[str]) -> Readers:
     """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
-    patterns, targets, own = folder.excluded, folder.targets, folder.format_of
+    patterns, targets, own, family = folder.excluded, folder.targets, folder.format_of, folder.family
     if folder.layout is COMPRESSED_TENSORS:
         return [
-            ("vllm", lambda m: own(m) if vllm_compressed_tensors_quantizes(m, targets, patterns, everything) else None),
+            (
+                "vllm",
+                lambda m: (
+                    own(m) if vllm_compressed_tensors_quantizes(m, targets, patterns, everything, family) else None
+                ),
+            ),
             ("all", lambda m: own(m) if compressed_tensors_quantizes(m, targets, patterns) else None),
         ]
     if folder.algorithm == MIXED:
-        layers, trtllm = folder.listed, TrtllmFormats(folder.listed, everything)
+        layers, trtllm = folder.listed, TrtllmFormats(folder.listed, everything, family)
         return [
-            ("vllm", lambda m: vllm_format(m, layers, patterns, everything)),
-            ("trtllm", lambda m: None if trtllm_excludes(m, patterns) else trtllm.of(m)),
+            ("vllm", lambda m: vllm_format(m, layers, patterns, everything, family)),
+            ("trtllm", lambda m: None if trtllm_excludes(m, patterns, family) else trtllm.of(m)),
         ]
     return [
-        ("vllm", lambda m: None if vllm_excludes(m, patterns, everything) else own(m)),
-        ("trtllm", lambda m: None if trtllm_excludes(m, patterns) else own(m)),
+        ("vllm", lambda m: None if vllm_excludes(m, patterns, everything, family) else own(m)),
+        ("trtllm", lambda m: None if trtllm_excludes(m, patterns, family) else own(m)),
     ]
 
 
@@ -108,19 +113,19 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
             yield error(
                 "E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor"
             )
-        if folder.tied and name == "lm_head.weight" and _differs_from_the_embedding(folder):
+        if folder.tied and name == f"{folder.head}.weight" and _differs_from_the_embedding(folder):
             yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
-                        "use the embedding", "set tie_word_embeddings to false, or remove lm_head.weight")  # fmt: skip
-        if folder.tied and module == "lm_head" and (leaf in scales or folder.tensors[name][1].dtype in codes):
+                        "use the embedding", f"set tie_word_embeddings to false, or remove {name}")  # fmt: skip
+        if folder.tied and module == folder.head and (leaf in scales or folder.tensors[name][1].dtype in codes):
             yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
                         "keep head and embedding BF16, or untie them")  # fmt: skip
 
 
 def _differs_from_the_embedding(folder: Folder) -> bool:
     embedding = next((f"{module}.weight" for module in folder.embeddings), None)
-    if embedding is None or embedding == "lm_head.weight":
+    if embedding is None or embedding == f"{folder.head}.weight":
         return False
-    head, table = folder.get("lm_head.weight"), folder.get(embedding)
+    head, table = folder.get(f"{folder.head}.weight"), folder.get(embedding)
     return head.shape != table.shape or head.dtype != table.dtype or not torch.equal(head, table)
 
 

@@ -81,7 +81,7 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
         entry = folder.entry(name)
         if entry is None:
             fused_experts = module.endswith(".experts") and any(m.startswith(module + ".") for m in known_modules)
-            tied_head = folder.tied and module == "lm_head"
+            tied_head = folder.tied and module == folder.head
             if not fused_experts and not tied_head and not (module in packed and leaf == "weight"):
                 yield error("E11", module, f"{name} is missing: the architecture in config.json asks for it", _AGAIN)
         elif module in packed and leaf == "weight":
@@ -103,7 +103,7 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
         if name not in places and ".experts." not in name and not name.endswith((_ROTARY, ".k_scale", ".v_scale"))
     ]
     extra = [
-        name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and "lm_head" in name)
+        name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and folder.head in name)
     ]
     beyond = _beyond_the_last_layer(folder, extra)
     if beyond:

@@ -10,7 +10,6 @@ import torch
 from export.folder import Folder
 from export.layouts.layout import LAYOUTS
 from export.rules.findings import Finding, error, warning
-from qad.model.families import scale_groups, siblings_of
 from qad.numerics.finite import amax
 from qad.numerics.formats import (
     BLOCK_SCALE,
@@ -21,7 +20,6 @@ from qad.numerics.formats import (
 )
 
 _AGAIN = "export the arm again"
-_ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
 
 
 # A global scale above this decodes to weights beyond FP16's range, which no model has: its reciprocal was stored.
@@ -161,7 +159,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
         if shape is None:
             continue
         n, k = shape
-        row = module.rpartition(".")[2] in _ROW_PARALLEL
+        row = folder.family.is_row_parallel(module)
         if k % 16 or (row and k % (16 * tp)):
             yield error(
                 "E5", module, f"K {k} is not divisible by 16 x {tp if row else 1}", "exclude it, or plan another tp"
@@ -181,7 +179,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
 def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
     """Members of a fused group carry bit-equal global and input scales, and are quantized all or none."""
     packed = set(folder.packed)
-    for group in scale_groups([*folder.packed, *folder.linears]):
+    for group in folder.family.scale_groups([*folder.packed, *folder.linears]):
         missing = [name for name in group if name not in packed]
         if missing and len(missing) < len(group):
             for name in missing:
@@ -218,7 +216,7 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
 
 
 def _w2(folder: Folder) -> Iterator[Finding]:
-    for group in scale_groups(module for module in folder.packed if folder.record_of(module).block):
+    for group in folder.family.scale_groups(module for module in folder.packed if folder.record_of(module).block):
         names = [f"{m}.{folder.layout.leaf(folder.format_of(m), BLOCK_SCALE)}" for m in group]
         entries = [folder.entry(name) for name in names]
         if all(e is not None and e.dtype == "F8_E4M3" and e.bytes for e in entries):
@@ -249,8 +247,8 @@ def missing_siblings(folder: Folder) -> Iterator[Finding]:
     """E11 without a skeleton: a member of q/k/v or gate/up that is nowhere while its siblings are there. A layer that
     has q_proj alone (latent attention) is another architecture."""
     present = {*folder.packed, *folder.linears}
-    for group in scale_groups(present):
-        siblings = siblings_of(group[0])
+    for group in folder.family.scale_groups(present):
+        siblings = folder.family.siblings_of(group[0])
         if 1 < len(group) < len(siblings) or (len(group) == 1 and group[0].endswith(("gate_proj", ".w1", ".w3"))):
             for absent in sorted({*siblings} - {*group}):
                 yield error("E11", absent, f"is missing while {group[0]} is there", _AGAIN)

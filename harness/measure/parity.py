@@ -15,7 +15,7 @@ from safetensors import safe_open
 from harness.measure.stamp import folder_identity, write_record
 from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
-from qad.model.families import input_scale_groups, scale_groups, siblings_of
+from qad.model.families import family_of
 from qad.model.loader import default_device, load_tokenizer
 from qad.model.source import open_checkpoint
 
@@ -93,7 +93,10 @@ def compared(
         return parity.compare_prompt(prompts[number], scores.tokens[number], scores.log_probs[number], own)
 
     found = [found_with(ours[number], number) for number in asked]
-    hidden = any(ties.input_of(name, inputs) is None for inputs in scores.inputs for name in ties.quantizers(model))
+    family = family_of(model.config)
+    hidden = any(
+        ties.input_of(name, inputs, family) is None for inputs in scores.inputs for name in ties.quantizers(model)
+    )
     for number in (n for n in asked if not parity.agrees(found[n]) and scores.inputs[n]):
         with ties.taken_from(model, scores.inputs[number]) as taken:
             tied = found_with(parity.log_probs(model, prompts[number], scores.tokens[number]), number)
@@ -138,13 +141,14 @@ def unequal_scales(folder: Path) -> list[str]:
                     kind = "global scales"  # FP8 has one scale a tensor
                 if kind:
                     scales[kind][module] = float(file.get_tensor(name))
-    groups = {"global scales": scale_groups, "input scales": input_scale_groups}
-    return [
-        f"{next(n for n in siblings_of(group[0]) if n in group)} and its siblings have unequal {kind}: the engine takes one"
-        for kind, found in scales.items()
-        for group in groups[kind](found)
-        if len({found[module] for module in group}) > 1
-    ]
+    family = open_checkpoint(folder, allow_quantized=True).family
+    found = []
+    for kind, groups in (("global scales", family.scale_groups), ("input scales", family.input_scale_groups)):
+        for group in groups(scales[kind]):
+            if len({scales[kind][module] for module in group}) > 1:
+                first = next(name for name in family.siblings_of(group[0]) if name in group)
+                found.append(f"{first} and its siblings have unequal {kind}: the engine takes one")
+    return found
 
 
 def layout_of(config: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.records.record import CacheCost, SequenceMemory
+from qad.model.families import family_of
 
 BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 LENGTHS = (4096, 32_768, 131_072)
@@ -103,8 +104,9 @@ def _layers(config: Mapping[str, Any]) -> list[_Layer] | None:
 
 def _uniform(config: Mapping[str, Any], count: int) -> list[str]:
     """Kinds of a config that does not list them: all alike."""
-    if config.get("model_type") == "falcon_h1":
-        return ["hybrid"] * count
+    kind = family_of(config).layer_kind
+    if kind:
+        return [kind] * count
     if not config.get("num_attention_heads"):
         return ["mamba"] * count
     windowed = config.get("sliding_window") and config.get("use_sliding_window") is not False
@@ -152,9 +154,7 @@ def _mamba_state(config: Mapping[str, Any]) -> int:
 
     state = first("ssm_state_size", "mamba_d_state", "state_size")
     kernel = first("conv_kernel", "mamba_d_conv")
-    names = ["mamba_num_heads", "mamba_n_heads", "n_mamba_heads"]
-    if config.get("model_type") == "mamba2":
-        names.append("num_heads")
+    names = family_of(config).state_heads
     if any(config.get(name) for name in names):
         inner = first(*names) * first("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
         width = inner + 2 * first("n_groups", "mamba_n_groups", "mamba_ngroups") * state

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qad.model.families import siblings_of
+from qad.model.families import Family, family_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.linear import QuantizedLinear
 
@@ -39,9 +39,9 @@ def quantizers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: one for name, one in modules if one.input_scale is not None}
 
 
-def input_of(name: str, inputs: Mapping[str, Tensor]) -> Tensor | None:
+def input_of(name: str, inputs: Mapping[str, Tensor], family: Family) -> Tensor | None:
     """What an engine gave a Linear, where that is known: by its own name or that of the first Linear that shares the input."""
-    return inputs.get(siblings_of(name)[0], inputs.get(name))
+    return inputs.get(family.siblings_of(name)[0], inputs.get(name))
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def taken_from(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[Ties]
     """
     ties, hooks = Ties(), []
     for name, module in quantizers(model).items():
-        theirs = input_of(name, inputs)
+        theirs = input_of(name, inputs, family_of(getattr(model, "config", None) or {}))
         if theirs is not None:
             hooks.append(module.register_forward_pre_hook(_taking(name, theirs, ties)))
     try:

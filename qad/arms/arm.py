@@ -32,8 +32,7 @@ from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.arms.selection import Selection
 from qad.artifact import open_artifact
 from qad.errors import ArtifactError
-from qad.model.families import never_quantized
-from qad.model.source import HEAD, Checkpoint, open_checkpoint
+from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
 from qad.numerics.formats import FORMATS, Quantized
 from qad.numerics.groups import _NONE_FROZEN, quantize_group
@@ -73,9 +72,9 @@ class Arm:
     def tied_embeddings(self) -> bool:
         """Head and embedding are one weight: as in the source, unless the arm holds a head that is not the embedding."""
         embedding = self.source.embedding
-        if not self.source.tied_embeddings or HEAD not in self._overlay or embedding is None:
+        if not self.source.tied_embeddings or self.source.head not in self._overlay or embedding is None:
             return self.source.tied_embeddings
-        return torch.equal(self.weight(HEAD).float(), self.weight(embedding).float())
+        return torch.equal(self.weight(self.source.head).float(), self.weight(embedding).float())
 
     @property
     def config(self) -> dict[str, Any]:
@@ -114,7 +113,7 @@ class Arm:
             return
         ends = ".k_proj.weight"
         found = [name.removesuffix(ends) for name in self.source.tensors if name.endswith(ends)]
-        for attention in (name for name in found if not never_quantized(name)):
+        for attention in (name for name in found if not self.source.family.never_quantized(name)):
             for scale in (f"{attention}.k_scale", f"{attention}.v_scale"):
                 value = self.kv_scales.get(scale)
                 if value is None or value.numel() != 1 or not (torch.isfinite(value) and value > 0):

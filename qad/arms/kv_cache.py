@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qad.errors import SourceError, UsageError
-from qad.model.families import never_quantized
+from qad.model.families import family_of
 
 OFF, CALIBRATED, AT_LEAST_ONE, CAST = "off", "calibrated", "at_least_one", "cast"
 CALIBRATES = (CALIBRATED, AT_LEAST_ONE)
@@ -30,9 +30,10 @@ def attentions(model: nn.Module) -> list[str]:
     Raises UsageError where there is none, or where a module has a k_proj only: engines read K's and V's scales in pairs.
     """
     leaves: dict[str, set[str]] = {}
+    family = family_of(getattr(model, "config", None) or {})
     for name, _ in model.named_modules():
         parent, _, leaf = name.rpartition(".")
-        if never_quantized(parent):
+        if family.never_quantized(parent):
             continue
         leaves.setdefault(parent, set()).add(leaf)
     found = [parent for parent, children in leaves.items() if "k_proj" in children]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qad.errors import UsageError
-from qad.model.families import experts_of, input_scale_groups, never_quantized, scale_groups
+from qad.model.families import Family, experts_of, family_name, named_family
 from qad.numerics.formats import algorithm_of, quantizes_activations
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Selection:
 
     formats: of the modules that have another one.
 
+    family: `family_name` of the model (qad.model.families).
+
     excluded: every other Linear, router and embedding -> reason. groups: the scale groups, each module in exactly one.
     input_groups: what shares one input scale; whole scale groups, all experts of a projection together.
     """
@@ -35,6 +37,12 @@ class Selection:
     modules: dict[str, tuple[int, int]]
     excluded: dict[str, str]
     formats: dict[str, str] = dataclasses.field(default_factory=dict)
+    family: str = ""
+
+    @property
+    def rules(self) -> Family:
+        """What engines do with the modules of the architecture."""
+        return named_family(self.family)
 
     def format_of(self, module: str) -> str:
         """Format of a selected module; all members of a scale group, and all experts of a layer, have the same."""
@@ -47,11 +55,11 @@ class Selection:
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        return scale_groups(self.modules)
+        return self.rules.scale_groups(self.modules)
 
     @property
     def input_groups(self) -> list[tuple[str, ...]]:
-        return input_scale_groups(self.modules)
+        return self.rules.input_scale_groups(self.modules)
 
     @property
     def with_input_scale(self) -> list[str]:
@@ -69,7 +77,8 @@ class Selection:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Selection:
         modules = {n: (s[0], s[1]) for n, s in raw["modules"].items()}
-        return cls(raw["format"], modules, dict(raw["excluded"]), dict(raw.get("formats", {})))
+        formats = dict(raw.get("formats", {}))
+        return cls(raw["format"], modules, dict(raw["excluded"]), formats, str(raw.get("family", "")))
 
 
 def select(
@@ -82,8 +91,9 @@ def select(
     """Decide for a model (meta device is enough) whose experts are split (qad.model.experts).
 
     A pattern is a glob on the full module name. formats: pattern -> format of the modules that get another than `format`;
-    the first pattern that matches decides. Embeddings, routers, vision towers and Linears whose K is not divisible by
-    16 are never quantized; the output head only where `include` lists it by its full name. Raises UsageError for a
+    the first pattern that matches decides. Embeddings, routers, vision towers, Mamba-1 mixers and Linears whose K is not
+    divisible by 16 are never quantized, what an engine absorbs (MLA) only in formats that leave inputs alone; the output head
+    only where `include` lists it by its full name. Raises UsageError for a
     pattern that matches nothing, a scale group of which only a part would be quantized or that would have two formats,
     a head that shares the embedding's weight, an empty selection, and experts that could not be split.
     """
@@ -96,9 +106,11 @@ def select(
             "kind of mixture is not supported; Qwen3-MoE, Mixtral, DeepSeek-V3 and others that store expert by expert are"
         )
 
+    family = family_name(getattr(model, "config", None) or {})
+    rules = named_family(family)
     linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    others |= {n: "router" for n, m in model.named_modules() if n not in linears and _is_router(n, m)}
+    others |= {n: "router" for n, m in model.named_modules() if n not in linears and _is_router(rules, n, m)}
     for pattern in (*include, *exclude):
         _require_match(pattern, (*linears, *others))
     find_head = getattr(model, "get_output_embeddings", None)
@@ -107,20 +119,23 @@ def select(
     asked = {name for name in heads if name in include}
     _require_untied(model, asked)
     modules, excluded = {}, dict(others)
+    never = {name: reason for name in linears if (reason := rules.never_quantized(name))} | rules.in_mamba1(linears)
+    never |= dict.fromkeys(heads, "output head")
     for name, shape in linears.items():
-        reason = "output head" if name in heads - asked else _reason(name, shape, include, exclude, name in asked)
+        reason = None if name in asked else never.get(name)
+        reason = reason or _reason(name, shape, include, exclude) or _absorbed(rules, name, format, formats)
         if reason:
             excluded[name] = reason
         else:
             modules[name] = shape
-    _require_whole_groups(modules, excluded)
+    _require_whole_groups(rules, modules, excluded)
     if not modules:
         reasons = collections.Counter(excluded[name] for name in linears)
         why = "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "the model has none"
         raise UsageError(
             f"nothing would be quantized, no nn.Linear is selected ({why}): change include and exclude, or take another model"
         )
-    selection = Selection(format, modules, excluded, _formats(formats, modules, format))
+    selection = Selection(format, modules, excluded, _formats(formats, modules, format), family)
     _require_one_format(selection)
     return selection
 
@@ -140,10 +155,19 @@ def _formats(patterns: Mapping[str, str], modules: Iterable[str], format: str) -
     for pattern in patterns:
         _require_match(pattern, names)
     for name in names:
-        chosen = next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), format)
+        chosen = _format(name, format, patterns)
         if chosen != format:
             found[name] = chosen
     return found
+
+
+def _format(name: str, format: str, patterns: Mapping[str, str]) -> str:
+    return next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), format)
+
+
+def _absorbed(rules: Family, name: str, format: str, patterns: Mapping[str, str]) -> str | None:
+    reason = rules.weights_alone.get(name.rpartition(".")[2])
+    return reason if reason and quantizes_activations(_format(name, format, patterns)) else None
 
 
 def _require_one_format(selection: Selection) -> None:
@@ -160,18 +184,13 @@ def _require_one_format(selection: Selection) -> None:
             )
 
 
-def _is_router(name: str, module: nn.Module) -> bool:
+def _is_router(rules: Family, name: str, module: nn.Module) -> bool:
     """A router that is no Linear but holds a weight of its own."""
     weight = getattr(module, "weight", None)
-    return never_quantized(name) == "router" and weight is not None and weight.dim() == 2
+    return rules.never_quantized(name) == "router" and weight is not None and weight.dim() == 2
 
 
-def _reason(
-    name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str], asked: bool
-) -> str | None:
-    never = None if asked else never_quantized(name)
-    if never:
-        return never
+def _reason(name: str, shape: tuple[int, int], include: Sequence[str], exclude: Sequence[str]) -> str | None:
     if shape[1] % BLOCK_SIZE:
         return f"in_features {shape[1]} is not divisible by {BLOCK_SIZE}"
     pattern = next((p for p in exclude if fnmatchcase(name, p)), None)
@@ -193,8 +212,8 @@ def _require_match(pattern: str, names: Iterable[str]) -> None:
     )
 
 
-def _require_whole_groups(modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:
-    for group in scale_groups([*modules, *excluded]):
+def _require_whole_groups(rules: Family, modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:
+    for group in rules.scale_groups([*modules, *excluded]):
         kept = [name for name in group if name in excluded]
         if kept and len(kept) < len(group):
             raise UsageError(
@@ -225,9 +244,10 @@ def describe(selection: Selection) -> list[str]:
         for name in modules:
             leaves[name.rpartition(".")[2]] = leaves.get(name.rpartition(".")[2], 0) + 1
         parameters = sum(n * k for n, k in modules.values())
+        counts = ", ".join(f"{leaf} {count}" for leaf, count in leaves.items())
+        groups = len(selection.rules.scale_groups(modules))
         lines.append(
-            f"{format}: {len(modules)} Linears, {parameters / 1e6:,.1f} M weights in "
-            f"{len(scale_groups(modules))} scale groups ({', '.join(f'{leaf} {count}' for leaf, count in leaves.items())})"
+            f"{format}: {len(modules)} Linears, {parameters / 1e6:,.1f} M weights in {groups} scale groups ({counts})"
         )
     reasons: dict[str, list[str]] = {}
     for name, reason in selection.excluded.items():

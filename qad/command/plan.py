@@ -81,7 +81,7 @@ def _disk(job: Job) -> Iterator[str]:
 
 def _parameters(job: Job) -> dict[str, int]:
     """Elements by name, a tied head once."""
-    tied = {"lm_head.weight"} if job.source.tied_embeddings else set()
+    tied = {job.source.head} if job.source.tied_embeddings else set()
     return {name: math.prod(info.shape) for name, info in job.source.tensors.items() if name not in tied}
 
 

@@ -1,48 +1,137 @@
-"""Which Linears an engine fuses into one GEMM. Members of a scale group share one global scale and one input scale.
+"""What engines and transformers do with the modules of an architecture: one row each, asked by everything else.
 
-vLLM and TensorRT-LLM fuse q/k/v and gate/up; the fused GEMM has room for one global scale, so unequal ones are
-either refused (TensorRT-LLM) or served wrong (vLLM takes the maximum). Source: `packed_modules_mapping` of vLLM's
-model classes.
+Members of a scale group share one global scale and one input scale, because an engine runs them as one GEMM that has room
+for one of each: TensorRT-LLM refuses unequal ones, vLLM takes the maximum and serves the others wrong. Source of `fused`:
+`packed_modules_mapping` of vLLM's model classes (tests/engines/test_families.py holds every row against it).
+
+A row is found by `model_type` of config.json; what no row lists has the default one and is untried.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
-FUSED_SIBLINGS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("to_q", "to_k", "to_v"),
+_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_FUSED = {
+    **_QKV,
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+_NEVER = {
+    "lm_head": "output head",
+    "embed_out": "output head",
+    "gate": "router",
+    "router": "router",
+    "shared_expert_gate": "router",
+}
+_TOWERS = (
+    "vision_tower", "visual", "vision_model", "vision_encoder", "vision_embed_tokens", "embed_vision", "multi_modal_projector",
+    "connector", "audio_tower", "embed_audio", "mtp",
+)  # fmt: skip
+_ABSORBED = (
+    "engines send an identity through it to absorb it into attention, which quantized inputs would distort (MLA)"
 )
+_MAMBA1 = "inside a Mamba-1 mixer, which engines build unquantized"
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
-def scale_groups(modules: Iterable[str]) -> list[tuple[str, ...]]:
-    """Partition module names into scale groups, in order of first appearance; most are groups of one.
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture, or several that are alike.
 
-    Siblings are members of one parent: `layers.0.self_attn.q_proj` pairs with `layers.0.self_attn.k_proj`.
+    model_types: of config.json, or of its text_config.
+    fused: engine's name of a fused module -> last parts of its members' names, siblings of one parent.
+    never: last part of a name -> why it is never quantized.
+    weights_alone: last part of a name -> why its inputs are never quantized.
+    towers: parts of names; what lies inside is no language model.
+    mixer: last part of a name that only a Mamba-1 mixer has: all of the mixer stays unquantized.
+    row_parallel: last parts of the names of Linears whose K tensor parallelism divides.
+    head: name of the output head.
+    embeddings: last parts of the names of token embeddings.
+    layer_kind: of every layer where config.json lists no kinds; None: attention.
+    state_heads: keys of config.json that count the heads of a recurrent state.
+    tried: walked through PTQ, export, check, reload and training (docs/families.md).
     """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in modules:
-        groups.setdefault(_family(name), []).append(name)
-    return [tuple(members) for members in groups.values()]
 
+    model_types: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _FUSED)
+    never: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NEVER)
+    weights_alone: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"kv_b_proj": _ABSORBED})
+    towers: tuple[str, ...] = _TOWERS
+    mixer: str = "x_proj"
+    row_parallel: tuple[str, ...] = ("o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h")
+    head: str = "lm_head"
+    embeddings: tuple[str, ...] = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+    layer_kind: str | None = None
+    state_heads: tuple[str, ...] = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    tried: bool = False
 
-def input_scale_groups(modules: Iterable[str]) -> list[tuple[str, ...]]:
-    """Partition module names into groups that share one input scale: a scale group, or the same projection (gate and up
-    together) of all experts of a layer, as engines quantize the input of all experts at once."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in modules:
-        parent, family = _family(name)
-        groups.setdefault((experts_of(name) or parent, family), []).append(name)
-    return [tuple(members) for members in groups.values()]
+    def siblings_of(self, module: str) -> tuple[str, ...]:
+        """Full names of all modules that would share a scale group with `module`, itself included, existing or not."""
+        parent, _, leaf = module.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        return tuple(prefix + sibling for sibling in self._siblings(leaf))
+
+    def fused_name(self, module: str, modules: Collection[str] | None = None) -> str:
+        """What engines call the fused module that `module` becomes a part of, else its own name. modules: the model's own;
+        where several fused modules have a member of this name, they tell which (None: the largest)."""
+        parent, _, leaf = module.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        fitting = [(len(leaves), fused) for fused, leaves in self.fused.items() if leaf in leaves and (
+            modules is None or all(prefix + other in modules for other in leaves))]  # fmt: skip
+        fitting = fitting or [(len(leaves), fused) for fused, leaves in self.fused.items() if leaf in leaves]
+        return prefix + max(fitting)[1] if fitting else module
+
+    def scale_groups(self, modules: Iterable[str]) -> list[tuple[str, ...]]:
+        """Partition module names into scale groups, in order of first appearance; most are groups of one.
+
+        Siblings are members of one parent: `layers.0.self_attn.q_proj` pairs with `layers.0.self_attn.k_proj`.
+        """
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in modules:
+            groups.setdefault(self._key(name), []).append(name)
+        return [tuple(members) for members in groups.values()]
+
+    def input_scale_groups(self, modules: Iterable[str]) -> list[tuple[str, ...]]:
+        """Partition module names into groups that share one input scale: a scale group, or the same projection (gate and up
+        together) of all experts of a layer, as engines quantize the input of all experts at once."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in modules:
+            parent, leaf = self._key(name)
+            groups.setdefault((experts_of(name) or parent, leaf), []).append(name)
+        return [tuple(members) for members in groups.values()]
+
+    def never_quantized(self, module: str) -> str | None:
+        """Why a module of this name is never quantized, whatever the recipe says."""
+        parts = module.split(".")
+        if parts[-1] in self.never:
+            return self.never[parts[-1]]
+        if "router" in parts:
+            return "router"
+        tower = next((part for part in parts if part in self.towers), None)
+        return f"inside {tower}" if tower else None
+
+    def in_mamba1(self, modules: Iterable[str]) -> dict[str, str]:
+        """Of a model's modules, those that lie in a Mamba-1 mixer, and why they are never quantized."""
+        names = list(modules)
+        mixers = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == self.mixer}
+        return {name: _MAMBA1 for name in names if name.rpartition(".")[0] in mixers}
+
+    def is_row_parallel(self, module: str) -> bool:
+        """True where tensor parallelism divides K instead of N."""
+        return module.rpartition(".")[2] in self.row_parallel
+
+    def _siblings(self, leaf: str) -> tuple[str, ...]:
+        return max((leaves for leaves in self.fused.values() if leaf in leaves), key=len, default=(leaf,))
+
+    def _key(self, module: str) -> tuple[str, str]:
+        parent, _, leaf = module.rpartition(".")
+        return parent, self._siblings(leaf)[0]
 
 
 def experts_of(name: str) -> str | None:
@@ -51,35 +140,51 @@ def experts_of(name: str) -> str | None:
     return match[1] if match else None
 
 
-def _family(module: str) -> tuple[str, str]:
-    parent, _, leaf = module.rpartition(".")
-    return parent, next((siblings[0] for siblings in FUSED_SIBLINGS if leaf in siblings), leaf)
+_DELTA = {**_FUSED, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+
+DEFAULT = Family()
+ROWS = (
+    Family(("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "glm4", "olmo2", "smollm3"), tried=True),
+    Family(("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"), tried=True),
+    Family(("granitemoehybrid", "bamba", "lfm2", "qwen3_next"), tried=True),
+    # Gated delta rule with the four projections stored apart; vLLM makes two of them.
+    Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "minicpmv4_6", "minicpmv4_7"), fused=_DELTA),
+    Family(("falcon_h1",), layer_kind="hybrid", tried=True),
+    Family(("mamba2",), state_heads=(*DEFAULT.state_heads, "num_heads")),
+    Family(("jamba",), tried=True),
+    Family(("gpt_neox",), head="embed_out", row_parallel=(*DEFAULT.row_parallel, "dense")),
+    # Linear attention with a gate beside q, k and v; its other attention has no gate.
+    Family(("olmo_hybrid",), fused={**_FUSED, "in_proj_qkvg": ("q_proj", "k_proj", "v_proj", "g_proj")}),
+    Family(("inkling_text", "inkling_mm_model"), fused={**_FUSED, "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du")}),
+    Family(("hy_v4",), fused={**_FUSED, "wk_weights_proj": ("wk", "weights_proj")}),
+    Family(("deepseek_v4",), fused={**_FUSED, "fused_wqa_wkv": ("wq_a", "wkv")}),
+    Family(("molmo2",), fused={**_FUSED, "merged_qkv": ("wq", "wk", "wv")}),
+    Family(("exaone",), fused={**_QKV, "gate_up_proj": ("c_fc_0", "c_fc_1")}, row_parallel=("out_proj", "c_proj")),
+    Family(("phi",), row_parallel=("dense", "fc2")),
+    Family(("gpt2", "gpt_bigcode", "starcoder2"), row_parallel=("o_proj", "c_proj")),
+)  # fmt: skip
+_BY_TYPE = {name: row for row in ROWS for name in row.model_types}
 
 
-def siblings_of(module: str) -> tuple[str, ...]:
-    """Full names of all modules that would share a scale group with `module`, itself included, existing or not."""
-    parent, _, leaf = module.rpartition(".")
-    prefix = f"{parent}." if parent else ""
-    family = next((siblings for siblings in FUSED_SIBLINGS if leaf in siblings), (leaf,))
-    return tuple(prefix + sibling for sibling in family)
+def family_name(config: Any) -> str:
+    """The model_type by which a config.json (a dictionary) or a transformers configuration finds its row: its own or that of its
+    text_config; its own where no row lists either."""
+    read = config.get if isinstance(config, Mapping) else functools.partial(_attribute, config)
+    text: Any = read("text_config") or {}
+    inner = text.get("model_type") if isinstance(text, Mapping) else _attribute(text, "model_type")
+    own = str(read("model_type") or "")
+    return str(inner) if own not in _BY_TYPE and inner in _BY_TYPE else own
 
 
-_NEVER = {
-    "lm_head": "output head",
-    "embed_out": "output head",
-    "gate": "router",
-    "router": "router",
-    "shared_expert_gate": "router",
-}
+def family_of(config: Any) -> Family:
+    """The row of a configuration, the default one where no row lists it."""
+    return named_family(family_name(config))
 
 
-_TOWERS = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
+def named_family(name: str) -> Family:
+    """The row of a `family_name`."""
+    return _BY_TYPE.get(name, DEFAULT)
 
 
-def never_quantized(module: str) -> str | None:
-    """Why a module of this name is never quantized, whatever the recipe says."""
-    parts = module.split(".")
-    if parts[-1] in _NEVER:
-        return _NEVER[parts[-1]]
-    tower = next((part for part in parts if part in _TOWERS), None)
-    return f"inside {tower}" if tower else None
+def _attribute(config: Any, key: str) -> Any:
+    return getattr(config, key, None)

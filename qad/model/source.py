@@ -20,15 +20,14 @@ from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
+from qad.model.families import Family, family_of
 from qad.untrusted import regular_bytes
 from qad.untrusted.yaml_text import strict_yaml
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
              "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
              "additional_chat_templates/*"]  # fmt: skip
-HEAD = "lm_head.weight"
 DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -88,7 +87,18 @@ class Checkpoint:
     @property
     def embedding(self) -> str | None:
         """Name of the embedding's weight, None where it has none of the usual ones."""
-        return next((name for name in self.tensors if name.endswith(_EMBEDDINGS)), None)
+        ends = tuple(f"{leaf}.weight" for leaf in self.family.embeddings)
+        return next((name for name in self.tensors if name.endswith(ends)), None)
+
+    @property
+    def family(self) -> Family:
+        """What engines do with the modules of the architecture."""
+        return family_of(self.config)
+
+    @property
+    def head(self) -> str:
+        """Name of the output head's weight, where it has one of its own."""
+        return f"{self.family.head}.weight"
 
 
 def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Checkpoint:
@@ -118,12 +128,12 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
 def _require_one_head(checkpoint: Checkpoint) -> None:
     """transformers silently unties a stored head that differs from the embedding; then nobody knows what is meant."""
     embedding = checkpoint.embedding
-    if not checkpoint.tied_embeddings or HEAD not in checkpoint.tensors or embedding is None:
+    if not checkpoint.tied_embeddings or checkpoint.head not in checkpoint.tensors or embedding is None:
         return
-    if not torch.equal(checkpoint.get(HEAD), checkpoint.get(embedding)):
+    if not torch.equal(checkpoint.get(checkpoint.head), checkpoint.get(embedding)):
         raise SourceError(
-            f"{checkpoint.folder}: config.json says head and embedding are tied, but {HEAD} differs from {embedding}: "
-            "set tie_word_embeddings to false, or remove lm_head.weight"
+            f"{checkpoint.folder}: config.json says head and embedding are tied, but {checkpoint.head} differs from {embedding}: "
+            f"set tie_word_embeddings to false, or remove {checkpoint.head}"
         )
 
 

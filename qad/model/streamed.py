@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qad.model.loader import DTYPES, load_skeleton
-from qad.model.source import HEAD, Checkpoint
+from qad.model.source import Checkpoint
 
 _Hook = Callable[..., None]
 
@@ -72,7 +72,7 @@ def _stream(module: nn.Module, stored: Mapping[str, _Stored | None]) -> None:
 
 def _stored_name(source: Checkpoint, name: str, value: Tensor) -> str | None:
     """The source's name of a parameter or buffer, None where it has no such tensor of that shape."""
-    found = source.embedding if name == HEAD and source.tied_embeddings else name
+    found = source.embedding if name == source.head and source.tied_embeddings else name
     info = source.tensors.get(found) if found else None
     return found if info is not None and info.shape == tuple(value.shape) else None
 

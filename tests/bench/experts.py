@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qad.model.experts import expert_stacks, split_experts
-from qad.model.families import scale_groups
+from qad.model.families import DEFAULT
 from qad.numerics.compiled import compilation
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
@@ -103,7 +103,7 @@ def _one_by_one(model: Any) -> Step:
     wrap_linears(model, {name: (_SCALE, "NVFP4") for name in linears})
 
     def deploy(masters: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
-        for group in scale_groups(name.removesuffix(".weight") for name in masters):
+        for group in DEFAULT.scale_groups(name.removesuffix(".weight") for name in masters):
             weights, out = ({name: tensors[f"{name}.weight"] for name in group} for tensors in (masters, parameters))
             for _ in fake_quantize_group(weights, out=out):
                 pass

@@ -24,7 +24,7 @@ from harness.records import record as records
 from harness.records.record import ParityData
 from qad.command.cli import main
 from qad.errors import EngineError
-from qad.model.families import siblings_of
+from qad.model.families import DEFAULT
 
 LOG = "(EngineCore) INFO 01-01 00:00:00 [__init__.py:1240] Using CpuNvFp4LinearKernel for NVFP4 GEMM\n"
 
@@ -35,7 +35,7 @@ def rounding_otherwise(model: Any, noise: float) -> Iterator[dict[str, torch.Ten
     seen: dict[str, torch.Tensor] = {}
 
     def hook(name: str) -> Any:
-        generator = torch.Generator().manual_seed(sum(siblings_of(name)[0].encode()))  # one input, one error
+        generator = torch.Generator().manual_seed(sum(DEFAULT.siblings_of(name)[0].encode()))  # one input, one error
 
         def off(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
             by = noise * (2 * torch.rand(args[0].shape, generator=generator) - 1) * args[0].abs().amax(-1, keepdim=True)

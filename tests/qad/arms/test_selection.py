@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qad.arms.selection import Selection, describe, select
 from qad.errors import UsageError
-from qad.model.families import scale_groups
+from qad.model.families import DEFAULT
 
 
 def llama(**overrides: int | bool) -> nn.Module:
@@ -85,6 +85,6 @@ def test_a_selection_survives_json() -> None:
 
 def test_scale_groups_pair_siblings_of_one_parent_only() -> None:
     names = ["a.0.k_proj", "a.1.q_proj", "a.0.q_proj", "a.0.o_proj", "a.0.v_proj", "e.0.w1", "e.0.w2", "e.0.w3"]
-    assert scale_groups(names) == [
+    assert DEFAULT.scale_groups(names) == [
         ("a.0.k_proj", "a.0.q_proj", "a.0.v_proj"), ("a.1.q_proj",), ("a.0.o_proj",), ("e.0.w1", "e.0.w3"), ("e.0.w2",),
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from qad.artifact import run_stage
 from qad.command.cli import main
 from qad.errors import SourceError, UsageError
 from qad.model.experts import Experts, Stack, StoredNames, split_experts
-from qad.model.families import input_scale_groups
+from qad.model.families import DEFAULT
 from qad.model.loader import DTYPES, load_model, load_skeleton
 from qad.model.source import open_checkpoint
 from qad.numerics import nvfp4
@@ -109,7 +109,7 @@ def test_input_scale_groups_join_the_experts_of_a_layer_only() -> None:
         "l.0.shared_expert.up_proj",
     ]
     groups = [("l.0.experts.0.w1", "l.0.experts.1.w3"), *((name,) for name in names[2:])]
-    assert input_scale_groups(names) == groups
+    assert DEFAULT.input_scale_groups(names) == groups
 
 
 def test_a_part_of_a_layers_experts_is_refused(moe_dir: Path) -> None:
