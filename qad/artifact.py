@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 
 from qad import provenance
 from qad.errors import ArtifactError, StorageError, UsageError
+from qad.lock import only_one
 
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
@@ -140,7 +141,8 @@ def require_place(out: Path, kind: str, known: Mapping[str, Any] = MappingProxyT
     if found is None or replace:
         require_writable(out)
     elif any(canonical(found.config.get(key)) != canonical(value) for key, value in known.items()):
-        raise _other_settings(found)
+        given = {**found.config, **known}
+        raise _other_settings(found, differences(out, given, found.manifest["inputs"]))
 
 
 def require_apart(out: Path, inputs: Mapping[str, Path]) -> None:
@@ -190,11 +192,26 @@ def run_stage(
             warnings.warn(f"{out} was made by another commit of this tool; reused, its inputs are equal", stacklevel=2)
         return found
     if found and not replace:
-        raise _other_settings(found)
-    partial = out.with_name(out.name + ".partial")
+        raise _other_settings(found, differences(out, config, inputs))
+    with only_one(out):
+        if resumable and not replace:
+            _require_same(out, config, inputs)
+        return _fill(kind, out, config, inputs, work, resumable, origin)
+
+
+def _fill(
+    kind: str,
+    out: Path,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    work: Callable[[Path], Mapping[str, str] | None],
+    resumable: bool,
+    origin: Mapping[str, Any] | None,
+) -> Artifact:
+    key, partial = stage_key(kind, config, inputs), out.with_name(out.name + ".partial")
     started = time.monotonic()
     try:
-        _prepare(partial, key, resumable)
+        _prepare(partial, key, resumable, {"config": dict(config), "inputs": dict(inputs)})
         hashed = work(partial) or {}
         (partial / STAGE_FILE).unlink()
         manifest = _manifest(kind, key, config, inputs, partial, hashed, time.monotonic() - started)
@@ -233,13 +250,56 @@ def _finished(out: Path, kind: str, replace: bool) -> Artifact | None:
     raise ArtifactError(f"{out} holds a finished {found.kind}, no {kind} is written over it: choose another --out")
 
 
-def _other_settings(found: Artifact) -> ArtifactError:
+def differences(out: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> list[str]:
+    """What of a stage's settings and inputs is not that of OUT, finished or to be resumed, a line each; [] where all is, or where
+    there is nothing yet.
+
+    An input is named; what its contents were nobody knows any more.
+    """
+    partial = out.with_name(out.name + ".partial")
+    for path in (out / MANIFEST, partial / STAGE_FILE):
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            old = {**_flat(held["config"]), **{f"the {name}": digest for name, digest in held["inputs"].items()}}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        new = {**_flat(config), **{f"the {name}": digest for name, digest in inputs.items()}}
+        return [_difference(name, old, new) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    return []
+
+
+def _difference(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    if name.startswith("the "):
+        return f"{name} is another one"
+    return f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"train": {"lr": 1}} -> {"train.lr": 1}, as JSON would hold it."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: json.loads(canonical(value))}
+    return {key: v for name, part in value.items() for key, v in _flat(part, f"{prefix}.{name}".strip(".")).items()}
+
+
+def _require_same(out: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
+    """Raises ArtifactError where OUT.partial holds the work of other settings or inputs, which nobody asked to throw away."""
+    partial = out.with_name(out.name + ".partial")
+    changed = differences(out, config, inputs)
+    if changed and any(path.name != STAGE_FILE for path in partial.glob("*")):
+        raise ArtifactError(
+            f"{partial} holds unfinished work made otherwise ({'; '.join(changed)}): set it back to go on, or remove the folder"
+        )
+
+
+def _other_settings(found: Artifact, changed: Sequence[str]) -> ArtifactError:
+    what = f" ({'; '.join(changed)})" if changed else ""
     return ArtifactError(
-        f"{found.path} holds a finished {found.kind} made from other inputs or settings: choose another --out or remove it"
+        f"{found.path} holds a finished {found.kind} made from other inputs or settings{what}: choose another --out or "
+        "remove it"
     )
 
 
-def _prepare(partial: Path, key: str, resumable: bool) -> None:
+def _prepare(partial: Path, key: str, resumable: bool, asked: dict[str, Any]) -> None:
     stage_file = partial / STAGE_FILE
     if partial.exists():
         same = False
@@ -251,7 +311,7 @@ def _prepare(partial: Path, key: str, resumable: bool) -> None:
         if not same:
             shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    write_whole_json(stage_file, {"key": key})
+    write_whole_json(stage_file, {"key": key, **asked})
 
 
 def _manifest(

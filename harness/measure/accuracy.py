@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from harness.accuracy.section import Scoring, ServerChoice, finished, score, score_loaded
 from harness.measure.own_process import run_apart
 from harness.measure.subject import Found, Subject
+from qad.model.loader import code_is_trusted, remote_code
+from qad.model.template_clock import instant, template_clock
 from qad.recipes.recipe import Accuracy
 
 SAMPLES_APART = 10_000  # more than any suite has samples an item
@@ -45,10 +48,13 @@ def measure_again(subject: Subject, scoring: Scoring, record: Path) -> Found:
 def record_apart(subject: Subject, section: Accuracy, record: Path) -> None:
     """The record, made in a process of its own: an engine that does not give a GPU's memory back would decide how the next arm is
     measured."""
-    run_apart(_record, subject, section, record)
+    run_apart(_record, subject, section, record, code_is_trusted(), instant())
 
 
-def _record(subject: Subject, section: Accuracy, record: Path) -> None:
+def _record(
+    subject: Subject, section: Accuracy, record: Path, trusted: bool, time_seen: datetime.datetime | None
+) -> None:
     started = time.monotonic()
-    subject.write(record, measure(subject, Scoring.of(section, subject.seed), record), started)
+    with remote_code(trusted), template_clock(time_seen):
+        subject.write(record, measure(subject, Scoring.of(section, subject.seed), record), started)
     finished(record)

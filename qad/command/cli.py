@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--out", type=arguments.path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
     )
+    sub.add_argument("--redo", action="store_true", help="make trained arms again that the recipe would make otherwise")
 
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
     _recipe(sub)
@@ -219,7 +220,7 @@ def _run(args: argparse.Namespace) -> int:
     from qad.command.run import run
     from qad.recipes.load import load_recipe
 
-    run(load_recipe(args.recipe, args.overrides), args.out, _say)
+    run(load_recipe(args.recipe, args.overrides), args.out, _say, args.redo)
     return 0
 
 
@@ -239,14 +240,17 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _ptq(args: argparse.Namespace) -> int:
-    from qad.recipes.job import prepare
+    from qad.model.template_clock import template_clock
+    from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
     from qad.training.stages import ptq_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
     _require_arm_place(recipe, "ptq", args.out)
     job = prepare(recipe, _say, args.out.parent / "text")
-    artifact = ptq_arm(job, args.out)
+    with template_clock(recipe.template_time):
+        require_frozen_time(job)
+        artifact = ptq_arm(job, args.out)
     _say(f"PTQ arm: {artifact.path}")
     return 0
 
@@ -254,7 +258,8 @@ def _ptq(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from qad.arms.arm import KIND
     from qad.artifact import open_artifact
-    from qad.recipes.job import prepare, require_enough_text
+    from qad.model.template_clock import template_clock
+    from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
     from qad.training.stages import ptq_arm, trained_arm
 
@@ -269,10 +274,12 @@ def _train(args: argparse.Namespace) -> int:
     else:
         open_artifact(ptq, KIND)
     job = prepare(recipe, _say, args.out.parent / "text")
-    require_enough_text(job, _say)
-    if args.ptq is None:
-        ptq_arm(job, ptq)
-    artifact = trained_arm(job, method, ptq, args.out)
+    with template_clock(recipe.template_time):
+        require_frozen_time(job)
+        require_enough_text(job, _say)
+        if args.ptq is None:
+            ptq_arm(job, ptq)
+        artifact = trained_arm(job, method, ptq, args.out)
     _say(f"{method.upper()} arm: {artifact.path}")
     return 0
 

@@ -12,6 +12,7 @@ RUN/teacher_cache                       the teacher's distributions, where train
 
 from __future__ import annotations
 
+import datetime
 import functools
 import time
 from collections.abc import Callable
@@ -26,10 +27,13 @@ from qad.artifact import MANIFEST, open_artifact, replace_card, require_writable
 from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
 from qad.errors import ArtifactError, BrokenCheckpointError, StorageError
+from qad.lock import only_one
+from qad.model.template_clock import instant, reads_clock, template_clock
 from qad.numerics.compiled import compilation
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
-from qad.training.stages import METRICS, bf16_arm, ptq_arm, trained_arm
+from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
+from qad.untrusted.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     from harness.records.comparison import Comparison
@@ -62,20 +66,26 @@ class Stopwatch:
         return [*rows, f"{'total':<{width}}  {_minutes(sum(self.seconds.values()))}"]
 
 
-def run(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
-    """Run everything a recipe asks for; returns the HTML report. Raises QadError."""
-    with tracking(recipe, out.name) as tracker:
-        return _run(recipe, out, say, tracker)
-
-
-def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker) -> Path:
+def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = False) -> Path:
+    """Run everything a recipe asks for; returns the HTML report. redo: trained arms that the recipe would make otherwise are
+    replaced. Raises QadError."""
+    _require_run_folder(out)
     clock = Stopwatch(say)
-    with clock("prepare"):
-        _require_run_folder(out)
-        job = prepare(recipe, say, out / "text")
-        require_measurable(job, out)
-        _claim(job, out)
+    with only_one(out), tracking(recipe, out.name) as tracker:
+        with clock("prepare"):
+            job = prepare(recipe, say, out / "text")
+            require_measurable(job, out)
+            _require_same_model(job, out)
+        with template_clock(_template_time(job, out)):
+            return _run(job, out, say, tracker, clock, redo)
+
+
+def _run(job: Job, out: Path, say: Callable[[str], None], tracker: Tracker, clock: Stopwatch, redo: bool) -> Path:
+    recipe = job.recipe
+    with clock("text"):
         require_enough_text(job, say)
+        _require_same_arms(job, out, say, redo)
+        _claim(job, out)
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
         bf16_arm(job, arms / "bf16", replace=True)
@@ -84,7 +94,7 @@ def _run(recipe: Recipe, out: Path, say: Callable[[str], None], tracker: Tracker
     for method in recipe.methods:
         with clock(f"arm {method} (train)"):
             trained_arm(
-                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=True,
+                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=redo,
                 watch=functools.partial(tracker.log, method),
             )  # fmt: skip
     for name in ("ptq", *recipe.methods):
@@ -183,6 +193,25 @@ def _log(method: str) -> str:
     return METRICS if method == "qad" else f"metrics-{method}.jsonl"
 
 
+def _template_time(job: Job, out: Path) -> datetime.datetime | None:
+    """The instant that a chat template sees which asks for the time: the recipe's, else that of the run's making, else now."""
+    if not reads_clock(job.tokenizer) or job.recipe.template_time is not None:
+        return job.recipe.template_time
+    try:
+        return datetime.datetime.fromisoformat(read_yaml(out / "recipe.yaml")["template_time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return datetime.datetime.now().replace(microsecond=0)
+
+
+def _require_same_arms(job: Job, out: Path, say: Callable[[str], None], redo: bool) -> None:
+    """Raises ArtifactError where a trained arm, or one that has begun to train, would be thrown away unasked."""
+    for arm, lines in changed_arms(job, out / "arms").items():
+        changed = f"{'; '.join(lines)}: {arm}, its export and its records would be made again"
+        if not redo:
+            raise ArtifactError(f"{changed}. Add --redo to do so, or choose another --out than {out}")
+        say(f"redo   {changed}")
+
+
 def _require_run_folder(out: Path) -> None:
     """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
@@ -192,15 +221,21 @@ def _require_run_folder(out: Path) -> None:
     require_writable(out / "recipe.yaml" if out.is_dir() else out)
 
 
-def _claim(job: Job, out: Path) -> None:
+def _require_same_model(job: Job, out: Path) -> None:
     """One run folder, one model. Settings may change between runs; then the changed stages run again."""
     bf16 = out / "arms" / "bf16"
     if bf16.is_dir():
         found = open_artifact(bf16, "arm").manifest["inputs"].get("source")
         if found != job.source.digest:
             raise ArtifactError(f"{out} is a run of another model: choose another --out or remove it")
+
+
+def _claim(job: Job, out: Path) -> None:
+    """Write the resolved recipe into the run folder."""
     out.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(job.recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    kept = instant()
+    resolved = {**job.recipe.model_dump(mode="json"), "template_time": kept.isoformat() if kept else None}
+    text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
     aside = out / "recipe.yaml.partial"
     aside.write_text(text, encoding="utf-8")
     aside.replace(out / "recipe.yaml")

@@ -45,6 +45,11 @@ def remote_code(trusted: bool) -> Iterator[None]:
         _trusted = before
 
 
+def code_is_trusted() -> bool:
+    """Whether code of the folders that are loaded is run here."""
+    return _trusted
+
+
 def resolve_dtype(dtype: str, device: str) -> str:
     """`auto` -> bfloat16 where the hardware multiplies BF16 natively, else float32 (seven times faster on AVX2)."""
     if dtype != "auto":

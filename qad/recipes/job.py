@@ -14,6 +14,7 @@ from qad.arms.selection import Selection, describe, select
 from qad.errors import DataError, SourceError, UsageError
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.source import Checkpoint, open_checkpoint
+from qad.model.template_clock import instant, reads_clock
 from qad.recipes.recipe import Recipe
 from qad.recipes.trainable import check_patterns
 from qad.text.data import Data, Generations
@@ -162,6 +163,17 @@ def _check_kv_cache(policy: str, skeleton: Any) -> None:
         )
     if policy in CALIBRATES:
         attentions(skeleton)
+
+
+def require_frozen_time(job: Job) -> None:
+    """Raises UsageError where conversations are rendered by a template that asks for the time, and nothing keeps what it is told:
+    the arm would have other text tomorrow. A run keeps it."""
+    chats = any(document.messages for parts in job.text.values() for part in parts for document in part.documents)
+    if chats and reads_clock(job.tokenizer) and instant() is None:
+        raise UsageError(
+            "the chat template asks for the time (strftime_now), so the text would be another one tomorrow: set template_time, "
+            "such as --set template_time=2026-12-01, or use `qad run`, which keeps the time it was started at"
+        )
 
 
 def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[str, int]:

@@ -7,6 +7,7 @@ gradient clipping 1.0, constant learning rate.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
@@ -281,6 +282,8 @@ class Recipe(_Strict):
     """folder of the BF16 original, or its name on the hub"""
     seed: Seed = 0
     """of everything that is drawn"""
+    template_time: datetime.datetime | None = None
+    """what a chat template reads that asks for the time; none is the moment a run is made, which the run then keeps"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """compute dtype of teacher and student; auto is bfloat16 where the hardware multiplies it natively"""
     quantize: Quantize = Quantize()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
-from qad.artifact import Artifact, open_artifact, run_stage
+from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
 from qad.errors import SourceError
 from qad.model.experts import StoredNames
 from qad.model.loader import load_model
@@ -38,6 +38,7 @@ from qad.training.teacher_cache import TeacherCache, write_teacher_cache
 from qad.training.trainer import Trainer
 
 METRICS = "metrics.jsonl"
+_OTHER_PTQ = "the ptq is another one"
 _COMPILE_FROM = 1 << 24  # weights searched; a compiler that starts cold costs more than it saves below
 
 
@@ -52,6 +53,38 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
     return {"arm": arm, "train": train, "seed": recipe.seed}
 
 
+def changed_arms(job: Job, arms: Path) -> dict[str, list[str]]:
+    """Trained arms under `arms`, finished or begun, that this job would make otherwise: what differs, a line each."""
+    ptq = differences(arms / "ptq", *_ptq_key(job))
+    kept = "" if ptq or not (arms / "ptq" / MANIFEST).is_file() else open_artifact(arms / "ptq", KIND).digest
+    found = {}
+    for method in job.recipe.methods:
+        lines = differences(arms / method, *_trained_key(job, method, kept))
+        if lines:
+            own = [line for line in lines if line != _OTHER_PTQ or (kept and not ptq)]
+            found[method] = list(dict.fromkeys([*ptq, *own]))
+    return {method: lines for method, lines in found.items() if lines}
+
+
+def _ptq_key(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    """Config and inputs of the PTQ arm."""
+    windows = job.calibration_windows()
+    inputs = {"source": job.source.digest} | ({"text": windows.digest} if windows else {})
+    return {**arm_settings(job.recipe, "ptq"), **job.compute}, inputs
+
+
+def _trained_key(job: Job, method: Method, ptq: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Config and inputs of a trained arm. ptq: digest of the arm it starts from."""
+    inputs = {
+        "source": job.source.digest,
+        "teacher": job.teacher.digest,
+        "ptq": ptq,
+        "train": job.train_windows().digest,
+        "validation": job.validation_windows().digest,
+    }
+    return {**arm_settings(job.recipe, method), **job.compute}, inputs
+
+
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The source itself, as an arm."""
     inputs = {"source": job.source.digest}
@@ -64,8 +97,7 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """Calibrate the unquantized model and find the weight scales that are to be frozen; its weights stay the source's."""
     windows = job.calibration_windows()
     policy = job.recipe.quantize.kv_cache
-    config = {**arm_settings(job.recipe, "ptq"), **job.compute}
-    inputs = {"source": job.source.digest} | ({"text": windows.digest} if windows else {})
+    config, inputs = _ptq_key(job)
 
     def work(folder: Path) -> None:
         require_finite(job.source)
@@ -126,15 +158,8 @@ def trained_arm(
     the teacher cache, where the recipe wants one (default: beside the arm). `watch`: called with every line of the log."""
     section = job.recipe.training
     train, validation = job.train_windows(), job.validation_windows()
-    config = {**arm_settings(job.recipe, method), **job.compute}
     start = open_arm(ptq)
-    inputs = {
-        "source": job.source.digest,
-        "teacher": job.teacher.digest,
-        "ptq": open_artifact(ptq, KIND).digest,
-        "train": train.digest,
-        "validation": validation.digest,
-    }
+    config, inputs = _trained_key(job, method, open_artifact(ptq, KIND).digest)
 
     def work(folder: Path) -> None:
         live = log or folder / METRICS

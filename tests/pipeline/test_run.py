@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 
 from qad.artifact import open_artifact
 from qad.command.cli import main
+from qad.lock import only_one
 
 pytestmark = pytest.mark.pipeline
 
@@ -148,15 +151,105 @@ def test_a_second_run_does_nothing_again(finished: tuple[Path, Path]) -> None:
     assert [p.name for p in changed] in ([], ["recipe.yaml"])
 
 
-def test_changed_settings_run_the_changed_stages_only(tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_a_trained_arm_is_replaced_only_where_that_is_asked_for(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever changed is named, a key or an input; what is made again are the changed stages alone."""
     recipe, run = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
-    args = ["run", str(recipe), "--out", str(run), "--set", "measure.accuracy=null"]
+    args = ["run", str(recipe), "--out", str(run), "--set", "measure.accuracy=null", "--set", "measure.throughput=null"]
     assert main(args) == 0
-    before = {arm: (run / "arms" / arm / "qad_manifest.json").stat().st_mtime_ns for arm in ("ptq", "qad")}
-    assert main([*args, "--set", "train.lr=2e-4"]) == 0
-    after = {arm: (run / "arms" / arm / "qad_manifest.json").stat().st_mtime_ns for arm in ("ptq", "qad")}
-    assert before["ptq"] == after["ptq"]
-    assert before["qad"] != after["qad"]
+
+    def made() -> dict[str, int]:
+        return {arm: (run / "arms" / arm / "qad_manifest.json").stat().st_mtime_ns for arm in ("ptq", "qad")}
+
+    before = made()
+    for changes, named in (
+        (["train.lr=2e-4"], "train.lr 0.0001 -> 0.0002: qad, its export and its records would be made again"),
+        (["calibrate.samples=4"], "calibrate.samples 8 -> 4; the text is another one: qad"),
+        (["quantize.scales=mse", "seed=3"], 'quantize.scales "dynamic" -> "mse"; seed 0 -> 3'),
+    ):
+        capsys.readouterr()
+        assert main([*args, *(part for change in changes for part in ("--set", change))]) == 2
+        error = capsys.readouterr().err
+        assert named in error
+        assert "--redo" in error
+        assert made() == before
+        assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["lr"] == 1e-4
+    text = tmp_path / "text.jsonl"
+    words = text.read_text()
+    text.write_text(words.replace("heron", "stork"))
+    assert main(args) == 2
+    assert (
+        "the text is another one; the train is another one; the validation is another one: qad"
+        in capsys.readouterr().err
+    )
+    text.write_text(words)
+    assert main([*args, "--set", "train.lr=2e-4", "--redo"]) == 0
+    assert "redo   train.lr 0.0001 -> 0.0002" in capsys.readouterr().out
+    assert made()["ptq"] == before["ptq"]
+    assert made()["qad"] != before["qad"]
+
+
+def test_two_runs_into_one_folder_are_one(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lock names its process, and dies with it."""
+    recipe, run = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
+    code = "import sys, pathlib, qad.lock as l\nwith l.only_one(pathlib.Path(sys.argv[1])):\n print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert main(["run", str(recipe), "--out", str(run)]) == 2
+        assert f"is being filled by process {holder.pid}" in capsys.readouterr().err
+        assert not run.exists()
+        holder.kill()
+    with only_one(run):
+        pass
+    assert list(tmp_path.glob(".out.lock")) == []
+
+
+CLOCK = """{%- set today = strftime_now('%Y-%m-%d') -%}
+{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ today }} {{ m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_asks_for_the_time_is_told_the_same_tomorrow(
+    make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_llama(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CLOCK)
+    recipe = write_recipe(tmp_path, model)
+    chats = [{"messages": [{"role": "user", "content": f"How many {i}?"}, {"role": "assistant", "content": f"{i} " * 20}]}
+             for i in range(200)]  # fmt: skip
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    data = f"{{source: jsonl, path: {tmp_path / 'chat.jsonl'}, field: messages}}"
+    keys = [f"{key}={data}" for key in ("calibrate.data", "train.data", "measure.fidelity.data")]
+    args = [part for key in (*keys, "measure.accuracy=null", "measure.throughput=null") for part in ("--set", key)]
+    on_day(monkeypatch, 1)
+    assert main(["run", str(recipe), "--out", str(tmp_path / "out"), *args]) == 0
+    made = {arm: (tmp_path / "out" / "arms" / arm / "qad_manifest.json").read_bytes() for arm in ("ptq", "qad")}
+    assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["template_time"].startswith("2026-03-01")
+    on_day(monkeypatch, 2)
+    assert main(["run", str(recipe), "--out", str(tmp_path / "out"), *args]) == 0
+    assert {arm: (tmp_path / "out" / "arms" / arm / "qad_manifest.json").read_bytes() for arm in made} == made
+    assert main(["run", str(recipe), "--out", str(tmp_path / "new"), *args, "--set", "template_time=2026-03-01"]) == 0
+    assert exported_bytes(tmp_path / "new") == exported_bytes(tmp_path / "out")
+    capsys.readouterr()
+    assert main(["ptq", str(recipe), "--out", str(tmp_path / "ptq"), *args]) == 2
+    assert "asks for the time" in capsys.readouterr().err
+
+
+def on_day(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    class Then(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime.datetime:
+            return datetime.datetime(2026, 3, day, 12)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Then)
+    monkeypatch.setattr("qad.command.run.datetime", SimpleNamespace(datetime=Then))
 
 
 def test_report_and_show_read_a_finished_run(finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +508,21 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     assert "QAD (training seed 1) | accuracy" in page
     assert main(["report", str(out)]) == 0
     assert (
-        main(["run", str(recipe), "--out", str(again), "--set", "train.seed=1", "--set", "train.lr=2e-4", *only]) == 0
+        main(
+            [
+                "run",
+                str(recipe),
+                "--out",
+                str(again),
+                "--redo",
+                "--set",
+                "train.seed=1",
+                "--set",
+                "train.lr=2e-4",
+                *only,
+            ]
+        )
+        == 0
     )
     capsys.readouterr()
     assert main(["compare", *arms, "--out", str(out)]) == 2

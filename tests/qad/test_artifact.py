@@ -106,9 +106,17 @@ def test_a_resumable_stage_finds_its_own_leftovers_and_no_others(tmp_path: Path)
         (folder / "state").write_text("1")
         raise RuntimeError("killed")
 
-    for config in ({"x": "1"}, {"x": "1"}, {"x": "2"}):
+    def attempt(config: dict[str, str], replace: bool = False) -> None:
+        run_stage("toy", tmp_path / "out", config, {"text": "a"}, work, resumable=True, replace=replace)
+
+    for _ in range(2):
         with pytest.raises(RuntimeError):
-            run_stage("toy", tmp_path / "out", config, {}, work, resumable=True)
+            attempt({"x": "1"})
+    with pytest.raises(ArtifactError, match=r'unfinished work made otherwise \(x "1" -> "2"\)'):
+        attempt({"x": "2"})
+    assert seen == [False, True]
+    with pytest.raises(RuntimeError):
+        attempt({"x": "2"}, replace=True)
     assert seen == [False, True, False]
 
 
