@@ -11,6 +11,8 @@ and the turn's span is [len(before_i), len(upto_i)), which is only true where be
 Templates for which it is not (they drop earlier thinking, say) are refused, never guessed. White space that ends a span is not
 supervised; the end-of-turn token before it is: without it the model would not learn to stop.
 
+The template is given what a server gives it (qad.text.conversations), the same in every rendering.
+
 Spans are characters; a fast tokenizer's offsets map them to tokens. The template writes BOS where the model wants one, so
 the tokenizer adds none.
 """
@@ -18,7 +20,8 @@ the tokenizer adds none.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -28,16 +31,23 @@ from qad.text.documents import Message
 
 _MARKED = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 Span = tuple[int, int]
+Given = Mapping[str, Any]
+_NOTHING: Given = MappingProxyType({})
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message], where: str, *, answer: bool = False) -> list[int]:
-    """Token ids of a conversation; with `answer`, followed by the generation prompt, so that a model answers next."""
-    text = render(tokenizer, messages, where, generation_prompt=answer)
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Message], where: str, given: Given = _NOTHING, *, answer: bool = False
+) -> list[int]:
+    """Token ids of a conversation; with `answer`, followed by the generation prompt, so that a model answers next. given: tools
+    and whatever else the template is given."""
+    text = render(tokenizer, messages, where, given, generation_prompt=answer)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
-def encode_supervised(tokenizer: Any, messages: Sequence[Message], where: str) -> tuple[list[int], list[bool]]:
+def encode_supervised(
+    tokenizer: Any, messages: Sequence[Message], where: str, given: Given = _NOTHING
+) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and for each whether the assistant says it.
 
     Raises DataError where that cannot be told: a slow tokenizer, or a template without marks whose renderings of a growing
@@ -48,37 +58,41 @@ def encode_supervised(tokenizer: Any, messages: Sequence[Message], where: str) -
             f"{where}: {type(tokenizer).__name__} has no character offsets, which the assistant's tokens are found by: "
             "use a fast tokenizer (tokenizer.json) or train.loss_on: all"
         )
-    template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+    template = str(tokenizer.get_chat_template(tools=given.get("tools"))) if tokenizer.chat_template else ""
     if _MARKED.search(template):
-        text, spans = _marked(tokenizer, template, messages, where)
+        text, spans = _marked(tokenizer, template, messages, where, given)
     else:
-        text = render(tokenizer, messages, where)
-        spans = _prefix_spans(tokenizer, text, messages, where)
+        text = render(tokenizer, messages, where, given)
+        spans = _prefix_spans(tokenizer, text, messages, where, given)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return encoded["input_ids"], _inside(encoded["offset_mapping"], spans)
 
 
-def render(tokenizer: Any, messages: Sequence[Message], where: str, *, generation_prompt: bool = False) -> str:
+def render(
+    tokenizer: Any, messages: Sequence[Message], where: str, given: Given = _NOTHING, *, generation_prompt: bool = False
+) -> str:
     """The conversation as text. Raises DataError where the tokenizer has no template or the template refuses it."""
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the model's tokenizer has no chat template: use text, or a model that has one")
     try:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt, **given
         )
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise _refused(error, where) from error
     return text
 
 
-def _marked(tokenizer: Any, template: str, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
+def _marked(
+    tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given
+) -> tuple[str, list[Span]]:
     """Text and spans by the template's marks. Where they leave the end-of-turn out, it is taken in: it is what follows the
     last assistant turn when nothing comes after that turn."""
-    text, marks = _render_marks(tokenizer, template, messages, where)
+    text, marks = _render_marks(tokenizer, template, messages, where, given)
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if last is None or not marks:
         return text, []
-    ending, ended = _render_marks(tokenizer, template, messages[: last + 1], where)
+    ending, ended = _render_marks(tokenizer, template, messages[: last + 1], where, given)
     end_of_turn = ending[ended[-1][1] :].rstrip() if ended else ""
     spans = []
     for start, stop in marks:
@@ -87,20 +101,22 @@ def _marked(tokenizer: Any, template: str, messages: Sequence[Message], where: s
     return text, spans
 
 
-def _render_marks(tokenizer: Any, template: str, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
+def _render_marks(
+    tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given
+) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         texts, marks = render_jinja_template(
             conversations=[[dict(message) for message in messages]], chat_template=template,
-            return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+            return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **given},
         )  # fmt: skip
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise _refused(error, where) from error
     return texts[0], [(start, stop) for start, stop in marks[0]]
 
 
-def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where: str) -> list[Span]:
+def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where: str, given: Given) -> list[Span]:
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -109,8 +125,8 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
             raise DataError(
                 f"{where}: the conversation begins with the assistant, so nothing tells where its turn starts"
             )
-        before = render(tokenizer, messages[:i], where, generation_prompt=True)
-        upto = render(tokenizer, messages[: i + 1], where)
+        before = render(tokenizer, messages[:i], where, given, generation_prompt=True)
+        upto = render(tokenizer, messages[: i + 1], where, given)
         if not upto.startswith(before) or not whole.startswith(upto):
             raise DataError(
                 f"{where}: the chat template renders message {i + 1} differently once more follows (it drops earlier "
@@ -118,7 +134,7 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
                 "told: give conversations of one answer, a template with {% generation %} marks, or train.loss_on: all"
             )
         answer = str(message.get("content") or "").strip()
-        silent = before == render(tokenizer, messages[:i], where)
+        silent = before == render(tokenizer, messages[:i], where, given)
         if silent and not upto[len(before) :].lstrip().startswith(answer):
             raise DataError(
                 f"{where}: the chat template has no generation prompt, so its header would count as the assistant's words: "

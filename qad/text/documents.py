@@ -29,7 +29,7 @@ class Document:
 
     key: sha256 of the words, so that a difference in white space is no difference; of the ids where there are any.
     messages: a conversation, `text` is then its plain rendering. ids: tokens, the first `prompt` of them given, the rest
-    written by a model. where: file and line, for messages to the user.
+    written by a model. where: file and line, for messages to the user. given: what else the chat template gets, such as tools.
     """
 
     text: str
@@ -38,21 +38,24 @@ class Document:
     ids: tuple[int, ...] | None = None
     prompt: int = 0
     where: str = ""
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str, where: str = "") -> Document:
         return cls(text, _words_hash(text), where=where)
 
     @classmethod
-    def of_messages(cls, messages: Iterable[Message], where: str = "") -> Document:
-        """Messages have `role` and `content`; whatever else they hold is part of the key."""
+    def of_messages(
+        cls, messages: Iterable[Message], where: str = "", given: Mapping[str, Any] | None = None
+    ) -> Document:
+        """Messages have `role` and `content`; whatever else they hold, and what the template is given, is part of the key."""
         held = tuple(messages)
-        plain = []
+        plain = [canonical(given)] if given else []
         for message in held:
             rest = {name: value for name, value in message.items() if name not in ("role", "content")}
             plain.append(f"{message['role']}: {message.get('content') or ''}{canonical(rest) if rest else ''}")
         text = "\n".join(plain)
-        return cls(text, _words_hash(text), messages=held, where=where)
+        return cls(text, _words_hash(text), messages=held, where=where, given=given or {})
 
     @classmethod
     def of_ids(cls, ids: Iterable[int], prompt: int = 0) -> Document:

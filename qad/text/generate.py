@@ -197,7 +197,7 @@ def prompt_ids(tokenizer: Any, doc: Document, tokens: int) -> list[int]:
     asked = list(itertools.takewhile(lambda message: message["role"] != "assistant", doc.messages))
     if not asked:
         raise DataError(f"{doc.where}: the conversation begins with the assistant, so there is nothing to answer")
-    return encode_chat(tokenizer, asked, doc.where, answer=True)
+    return encode_chat(tokenizer, asked, doc.where, doc.given, answer=True)
 
 
 def _first(docs: Iterator[Document], need: Need, taken: set[str]) -> tuple[list[Document], int]:

@@ -99,7 +99,7 @@ def encode(tokenizer: Any, doc: Document) -> list[int]:
     if doc.ids is not None:
         return list(doc.ids)
     if doc.messages is not None:
-        return encode_chat(tokenizer, doc.messages, doc.where)
+        return encode_chat(tokenizer, doc.messages, doc.where, doc.given)
     ids: list[int] = tokenizer(doc.text, verbose=False)["input_ids"]  # long texts do not warn
     return ids
 
@@ -110,7 +110,7 @@ def encode_answers(tokenizer: Any, doc: Document, what: str) -> tuple[list[int],
     Raises DataError for a document without turns, where nothing could tell.
     """
     if doc.messages is not None:
-        return encode_supervised(tokenizer, doc.messages, doc.where)
+        return encode_supervised(tokenizer, doc.messages, doc.where, doc.given)
     if doc.ids is not None and doc.prompt:
         return list(doc.ids), [i >= doc.prompt for i in range(len(doc.ids))]
     raise DataError(

@@ -10,13 +10,14 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qad.errors import DataError, UsageError
+from qad.text.conversations import given_of, messages_of, without_nulls
 from qad.text.data import Data, Generations, Hub, JsonLines, Prompts, PythonDocs, RandomTokens, Source, TextFile
 from qad.text.documents import Document, Part, generator_of, split_of
 from qad.text.python_docs import python_docs
@@ -173,7 +174,8 @@ def _hub_rows(source: Hub) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"data set {source.path} cannot be opened ({reason}): check path, config and hub_split, or give a local folder"
         ) from error
-    yield from enumerate(rows, 1)
+    for number, row in enumerate(rows, 1):
+        yield number, without_nulls(row)
 
 
 def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> Iterator[Document]:
@@ -186,25 +188,10 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> 
         if isinstance(value, str):
             yield Document.of(value, where)
         elif isinstance(value, list):
-            yield Document.of_messages(_messages(value, where, field), where)
+            yield Document.of_messages(messages_of(value, where, field), where, given_of(row, where))
         else:
             kind = type(value).__name__
             raise DataError(f"{where}: field {field!r} is {kind}, expected text or a list of messages")
-
-
-def _messages(value: Sequence[Any], where: str, field: str) -> list[dict[str, Any]]:
-    """Messages without the keys that are null: Arrow gives every row the keys of all."""
-    messages = []
-    for number, message in enumerate(value, 1):
-        held = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
-            raise DataError(f"{where}: message {number} of {field!r} is not an object with role and content as text")
-        if "content" not in held and "tool_calls" not in held:
-            raise DataError(f"{where}: message {number} of {field!r} has no content")
-        messages.append(held)
-    if not messages:
-        raise DataError(f"{where}: field {field!r} holds no message")
-    return messages
 
 
 def _random(source: RandomTokens, need: Need, tokenizer: Any, seed: str) -> Iterator[Document]:

@@ -1,0 +1,121 @@
+"""A row of conversations -> what a server would hand to the chat template: messages, tools and the template's other arguments.
+
+Rows are written as requests to an OpenAI server are, and servers change some of it before the template sees it:
+
+    tool_calls[].function.arguments    a JSON string -> the object it writes; none or empty -> {}
+    tool_calls: []                     left out
+    content: null beside tool_calls    ""
+    tools, documents, chat_template_kwargs, reasoning_effort of the row    arguments of the template
+
+What a server would refuse, or has no place for, is refused here: it cannot be what the model will be served with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qad.errors import DataError
+from qad.untrusted import mapping, strict_json
+
+_OLD = {"functions": "tools", "function_call": "tool_calls"}  # of OpenAI's first form, which servers ignore
+
+_OURS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tokenize",
+)  # decided elsewhere
+
+
+def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, Any]]:
+    """Messages without the keys that are null. Raises DataError for what is no message."""
+    messages = []
+    for number, message in enumerate(value, 1):
+        held = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        at = f"{where}: message {number} of {field!r}"
+        if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
+            raise DataError(f"{at} is not an object with role and content as text")
+        _require_new_form(held, at)
+        if held.get("tool_calls") == []:
+            del held["tool_calls"]
+        if "tool_calls" in held:
+            held = {"role": held["role"], "content": "", **held, "tool_calls": _calls(held["tool_calls"], at)}
+        if "content" not in held:
+            raise DataError(f"{at} has no content")
+        messages.append(held)
+    if not messages:
+        raise DataError(f"{where}: field {field!r} holds no message")
+    return messages
+
+
+def given_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The template's other arguments, from the columns beside the messages; a column that is null is absent.
+
+    Raises DataError for tools in another form than servers take, and for arguments that are no objects.
+    """
+    _require_new_form(row, where)
+    given = dict(mapping(_decoded(row.get("chat_template_kwargs"), where, "chat_template_kwargs", dict)))
+    for key in _OURS:
+        if key in given:
+            raise DataError(f"{where}: chat_template_kwargs has {key!r}, which is not a row's to decide: leave it out")
+    if isinstance(row.get("reasoning_effort"), str):
+        given["reasoning_effort"] = row["reasoning_effort"]
+    for key in ("tools", "documents"):
+        held = _decoded(row.get(key), where, key, list)
+        if not held:
+            continue
+        for number, one in enumerate(held, 1):
+            if not isinstance(one, dict) or (key == "tools" and not _names_a_function(one)):
+                form = '{"type": "function", "function": {"name": ...}}' if key == "tools" else "an object"
+                raise DataError(
+                    f"{where}: {key} {number} is not {form}, as servers take it: rewrite it, or drop {key!r}"
+                )
+        given[key] = held
+    return given
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null, at any depth: Arrow gives every object the keys of all objects in its place."""
+    if isinstance(value, dict):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    return [without_nulls(held) for held in value] if isinstance(value, list) else value
+
+
+def _calls(value: Any, at: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise DataError(f"{at}: tool_calls is {type(value).__name__}, expected a list")
+    calls = []
+    for call in value:
+        if not isinstance(call, dict) or not _names_a_function(call):
+            raise DataError(f'{at}: a tool call is not {{"type": "function", "function": {{"name", "arguments"}}}}')
+        given = call["function"].get("arguments")
+        arguments = _decoded(given, at, "the arguments of a tool call", dict) or {}
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return calls
+
+
+def _names_a_function(value: Mapping[str, Any]) -> bool:
+    return value.get("type", "function") == "function" and isinstance(mapping(value.get("function")).get("name"), str)
+
+
+def _decoded(value: Any, where: str, what: str, kind: type) -> Any:
+    """The value, or what it writes as JSON; None where it is null or empty. Raises DataError for another type than `kind`."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = strict_json(value)
+        except ValueError as error:
+            raise DataError(f"{where}: {what} is a string that is not JSON ({error})") from error
+    if value is None or value == "":
+        return None
+    if not isinstance(value, kind):
+        expected = "a list" if kind is list else "an object"
+        raise DataError(f"{where}: {what} is {type(value).__name__}, expected {expected}, or one written as JSON")
+    return value
+
+
+def _require_new_form(held: Mapping[str, Any], at: str) -> None:
+    for old, new in _OLD.items():
+        if held.get(old):
+            raise DataError(f"{at} has {old!r}, which servers do not show the model: write it as {new!r}")
