@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Collection
@@ -15,15 +14,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from export.files.json_files import json_faults, read_json
 from export.files.safetensors_writer import Entry
 from export.layouts.compressed_tensors import format_names
 from export.layouts.config_files import INDEX, NESTED
-from export.layouts.exclude import equal_or_regex
+from export.layouts.endless import endless
+from export.layouts.exclude import equal_or_regex, names_asked
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout, code_dtypes, scale_leaves
 from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST
 from qad.errors import UsageError
+from qad.model.bounds import OversizedError
 from qad.model.families import Family, family_of
 from qad.numerics.formats import (
     BLOCK_SCALE,
@@ -37,18 +39,20 @@ from qad.numerics.formats import (
     announced_algorithm,
     with_inputs,
 )
-from qad.untrusted import mapping, names
+from qad.untrusted import header_faults, mapping, names
 
 FLOATING = ("BF16", "F16", "F32")
 _METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_LONGEST_NAME = 1000  # characters; the rules make lists of its parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """config / nested: config.json and hf_quant_config.json (None where absent). tensors: name -> (file, entry).
 
-    unreadable: file name -> why. duplicates: tensors found in two files.
+    unreadable: weight file -> why. duplicates: tensors found in two files. faults: (file, what readers of its JSON differ
+    in).
     """
 
     path: Path
@@ -59,6 +63,7 @@ class Folder:
     tensors: dict[str, tuple[str, Entry]]
     unreadable: dict[str, str]
     duplicates: tuple[str, ...]
+    faults: tuple[tuple[str, str], ...]
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -71,11 +76,22 @@ class Folder:
         """`quantization` of hf_quant_config.json, empty where absent."""
         return mapping((self.nested or {}).get("quantization"))
 
-    @property
+    @functools.cached_property
     def targets(self) -> list[str]:
-        """compressed-tensors: what the config groups quantize, module types, names and `re:` patterns."""
-        groups = mapping((self.quantization or {}).get("config_groups")).values()
-        return [target for group in groups for target in names(mapping(group).get("targets"))]
+        """compressed-tensors: what the config groups quantize, module types, names and `re:` patterns. Without the endless."""
+        return [target for target in self._targets if target not in self.endless]
+
+    @property
+    def _targets(self) -> list[str]:
+        return [target for group in self._groups for target in names(group.get("targets"))]
+
+    @functools.cached_property
+    def endless(self) -> frozenset[str]:
+        """Entries of exclude list and targets that cannot be held against the names here: they count as if they were absent."""
+        built = self.skeleton.linears if self.skeleton else ()
+        return frozenset(
+            endless((*self._excluded, *self._targets), names_asked({*self.leaves, *built, self.head}, self.family))
+        )
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -139,7 +155,8 @@ class Folder:
         """Names, regular expressions and module types of a mixed folder -> the format that the metadata give them."""
         outer = self.quantization or {}
         if self.layout is COMPRESSED_TENSORS:
-            return {t: _group_format(group) for group in self._groups for t in names(group.get("targets"))}
+            targets = {t: _group_format(group) for group in self._groups for t in names(group.get("targets"))}
+            return {target: format for target, format in targets.items() if target not in self.endless}
         listed = outer.get("quantized_layers") or self.nested_quantization.get("quantized_layers")
         return {name: str(mapping(layer).get("quant_algo")) for name, layer in mapping(listed).items()}
 
@@ -201,9 +218,13 @@ class Folder:
                     return True
         return False
 
-    @property
+    @functools.cached_property
     def excluded(self) -> list[str]:
-        """The authoritative exclude list: config.json's, else the nested one."""
+        """The authoritative exclude list: config.json's, else the nested one. Without the endless."""
+        return [pattern for pattern in self._excluded if pattern not in self.endless]
+
+    @property
+    def _excluded(self) -> list[str]:
         for place, key in ((self.quantization or {}, "ignore"), (self.nested_quantization, "exclude_modules")):
             if isinstance(place.get(key), list):
                 return names(place[key])
@@ -305,10 +326,26 @@ class Folder:
                 modules[module] = None
         return modules
 
-    @functools.cached_property
+    @property
     def skeleton(self) -> Skeleton | None:
-        """From the architecture; None where transformers does not know it, or names things differently from the files."""
-        built = build_skeleton(self.config)
+        """From the architecture; None where transformers does not know it, or names things differently from the files, or is
+        asked for more than they fill."""
+        return self._skeleton_or_excess[0]
+
+    @property
+    def oversized(self) -> str | None:
+        """What config.json asks for that no tensors here could fill."""
+        return self._skeleton_or_excess[1]
+
+    @functools.cached_property
+    def _skeleton_or_excess(self) -> tuple[Skeleton | None, str | None]:
+        try:
+            return self._built(), None
+        except OversizedError as excess:
+            return None, str(excess)
+
+    def _built(self) -> Skeleton | None:
+        built = build_skeleton(self.config, [entry.shape for _, entry in self.tensors.values()])
         if built is None:
             return None
         modules = {name.rpartition(".")[0] for name in self.tensors if not _EXPERT.search(name)}
@@ -365,15 +402,22 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     tensors: dict[str, tuple[str, Entry]] = {}
     unreadable: dict[str, str] = {}
     duplicates: list[str] = []
+    faults = [(name, fault) for name in ("config.json", NESTED, INDEX) for fault in json_faults(path / name)]
     for name in files:
+        if not (path / name).is_file():
+            unreadable[name] = "it is no regular file"
+            continue
         try:
             with safe_open(path / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
+                    if len(key) > _LONGEST_NAME:
+                        raise SafetensorError(f"a tensor's name has {len(key):,} characters")
                     part = file.get_slice(key)
                     if key in tensors:
                         duplicates.append(key)
                     tensors[key] = (name, Entry(key, part.get_dtype(), tuple(part.get_shape())))
-        except (SafetensorError, OSError) as error:
+            faults += [(name, fault) for fault in header_faults(path / name)]
+        except (SafetensorError, OSError, ValueError) as error:
             unreadable[name] = str(error)
     folder = Folder(
         path,
@@ -384,6 +428,7 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
         tensors,
         unreadable,
         tuple(duplicates),
+        tuple(faults),
     )
     if not config.get("quantization_config") and folder.nested is None and not folder.packed:
         raise UsageError(f"{path} is not quantized: give an NVFP4 checkpoint (make one with `qad run`)")
@@ -391,15 +436,6 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_blocks:
         raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")
     return folder
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object a JSON file holds; None where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _group_format(group: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from export.check import check
 from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order
+from export.files.json_files import read_json
 from export.files.safetensors_writer import write_file
-from export.folder import Folder, open_folder, read_json
+from export.folder import Folder, open_folder
 from export.layouts.config_files import CONFIG, INDEX, NESTED, quantization_blocks, write_index, write_json
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import Scheme

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import split_experts
 
 
@@ -24,9 +25,10 @@ class Skeleton:
 
 
 def model_config(config: dict[str, Any]) -> Any | None:
-    """The transformers configuration; None for what transformers does not know or does not understand."""
+    """The transformers configuration; None for what transformers does not know or does not understand. Raises OversizedError."""
     from transformers import CONFIG_MAPPING
 
+    require_bounded(config)
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     with _quiet():
         try:
@@ -35,14 +37,15 @@ def model_config(config: dict[str, Any]) -> Any | None:
             return None
 
 
-def build_skeleton(config: dict[str, Any]) -> Skeleton | None:
-    """None where transformers cannot build the model, and for remote code, which is never run."""
+def build_skeleton(config: dict[str, Any], shapes: Iterable[tuple[int, ...]]) -> Skeleton | None:
+    """None where transformers cannot build the model, and for remote code, which is never run. shapes: of the tensors that are to
+    fill it. Raises OversizedError where it asks for many more."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return _build(json.dumps(plain, sort_keys=True))
+    return _build(json.dumps(plain, sort_keys=True), tuple(shapes))
 
 
 @functools.lru_cache(maxsize=8)
-def _build(config: str) -> Skeleton | None:
+def _build(config: str, shapes: tuple[tuple[int, ...], ...]) -> Skeleton | None:
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
@@ -52,11 +55,13 @@ def _build(config: str) -> Skeleton | None:
         return None
     with _quiet():
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), built_for(shapes):
                 model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
+                split_experts(model)
+        except OversizedError:
+            raise
         except Exception:  # as above; then files alone are read
             return None
-    split_experts(model)
     modules = dict(model.named_modules())
     return Skeleton(
         {n: (m.out_features, m.in_features) for n, m in modules.items() if isinstance(m, nn.Linear)},

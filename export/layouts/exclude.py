@@ -13,9 +13,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
 
+from export.layouts.endless import matches
 from qad.model.families import DEFAULT, Family, experts_of
 
 _WILD = re.compile(r"[*?[]")  # full names need no glob; a large model has millions of pairs
@@ -76,6 +77,19 @@ def compressed_tensors_quantizes(module: str, targets: Sequence[str], ignore: Se
     return any(matches(target) for target in targets) and not any(matches(pattern) for pattern in ignore)
 
 
+def names_asked(modules: Collection[str], family: Family = DEFAULT) -> set[str]:
+    """Every name that a reader of any layout holds a pattern against: modules, what is fused with them, and their ancestors."""
+    siblings = {name for module in modules for name in family.siblings_of(module)}
+    fused = {family.fused_name(module, members) for module in modules for members in (None, modules)}
+    return with_ancestors({*modules, *siblings, *fused})
+
+
+def with_ancestors(modules: Iterable[str]) -> set[str]:
+    """`a.b.c` -> `a`, `a.b`, `a.b.c`."""
+    parts = [module.split(".") for module in modules]
+    return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
+
+
 def matches_any(pattern: str, modules: Collection[str]) -> bool:
     """True where any reader of any layout would take the pattern to mean one of the modules."""
     if pattern in modules or pattern == "Linear":
@@ -85,12 +99,7 @@ def matches_any(pattern: str, modules: Collection[str]) -> bool:
 
 def equal_or_regex(name: str, pattern: str) -> bool:
     """True where a compressed-tensors target or ignore entry is the name, or a `re:` pattern that matches from its start."""
-    if not pattern.startswith("re:"):
-        return pattern == name
-    try:
-        return re.match(pattern[3:], name) is not None
-    except re.error:
-        return False
+    return matches(pattern[3:], name) if pattern.startswith("re:") else pattern == name
 
 
 def _fused_members(module: str, modules: Collection[str] | None, family: Family) -> list[str]:
@@ -154,7 +163,7 @@ def _trtllm_matches(name: str, patterns: Sequence[str]) -> bool:
     candidates = [".".join(parts[: i + 1]) for i in range(len(parts))]
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if any(_full_match(pattern[3:], candidate) for candidate in candidates):
+            if any(matches(pattern[3:], candidate, whole=True) for candidate in candidates):
                 return True
         elif not _WILD.search(pattern):
             if pattern in candidates:
@@ -162,10 +171,3 @@ def _trtllm_matches(name: str, patterns: Sequence[str]) -> bool:
         elif any(fnmatchcase(candidate, pattern) for candidate in candidates):
             return True
     return False
-
-
-def _full_match(expression: str, name: str) -> bool:
-    try:
-        return re.fullmatch(expression, name) is not None
-    except re.error:
-        return False

@@ -16,6 +16,7 @@ from export.layouts.exclude import (
     vllm_compressed_tensors_quantizes,
     vllm_excludes,
     vllm_format,
+    with_ancestors,
 )
 from export.layouts.layout import COMPRESSED_TENSORS, code_dtypes, scale_leaves
 from export.rules.findings import Finding, error, warning
@@ -31,6 +32,8 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
     """Every unquantized Linear is excluded under the rules of every engine that reads the layout, every packed one under
     none."""
     known = _known_modules(folder)
+    for pattern in sorted(folder.endless):
+        yield error("E7", pattern, "takes without end to match: engines that match it hang", "list full module names")
     for pattern in folder.excluded:
         if pattern != pattern.strip(".") or not pattern:
             yield error("E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
@@ -75,8 +78,7 @@ def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
 def _known_modules(folder: Folder) -> set[str]:
     """Every module with tensors, what the architecture builds beside them, and their ancestors."""
     built = folder.skeleton.linears if folder.skeleton else ()
-    parts = [module.split(".") for module in (*folder.leaves, *built, folder.head)]
-    return {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
+    return with_ancestors((*folder.leaves, *built, folder.head))
 
 
 def _readers(folder: Folder, everything: set[str]) -> Readers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from export.folder import FLOATING, Folder, read_json
+from export.files.json_files import json_faults, read_json
+from export.folder import FLOATING, Folder
 from export.layouts.config_files import INDEX
 from export.rules.findings import Finding, error, warning
 from export.rules.tensors import missing_siblings
@@ -20,6 +21,8 @@ _ROTARY = "inv_freq"  # a buffer that old checkpoints store
 def e11_files(folder: Folder) -> Iterator[Finding]:
     for name, why in folder.unreadable.items():
         yield error("E11", name, f"cannot be read ({why})", "copy or export the file again")
+    for name, fault in folder.faults:
+        yield error("E11", name, f"{fault}: which value counts depends on the reader", "write the file again")
     for name in folder.duplicates:
         yield error("E11", name, "is in two files: which one is loaded depends on the engine", _AGAIN)
     if not folder.files:
@@ -69,6 +72,11 @@ def _split_modules(folder: Folder) -> Iterator[Finding]:
 
 def _against_architecture(folder: Folder) -> Iterator[Finding]:
     skeleton = folder.skeleton
+    if folder.oversized:
+        yield error("E11", "config.json", f"asks for more than the {len(folder.tensors):,} tensors here fill: {folder.oversized}",
+                    "correct config.json")  # fmt: skip
+        yield from missing_siblings(folder)
+        return
     if skeleton is None:
         yield warning("E11", "config.json", "its architecture is not one transformers can build here, or has other names: "
                       "completeness is judged from the files alone", "check with the engine that will serve it")  # fmt: skip
@@ -129,5 +137,7 @@ def _own_files(folder: Folder) -> Iterator[Finding]:
     for name in _OWN_JSON:
         if (folder.path / name).exists() and read_json(folder.path / name) is None:
             yield error("E11", name, "is not readable JSON: the engine stops", "copy it from the source model again")
+        for fault in json_faults(folder.path / name):
+            yield warning("E11", name, f"{fault}: which value counts depends on the reader", "write the file again")
     if not any((folder.path / name).is_file() for name in _TOKENIZERS):
         yield warning("E11", "tokenizer", f"there is none ({', '.join(_TOKENIZERS)})", "copy it from the source model")

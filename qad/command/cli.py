@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from qad import __version__
 from qad.command import arguments
 from qad.command import measure as measure_command
+from qad.command.terminal import say, tell
 from qad.errors import QadError, UsageError
+from qad.untrusted import clean
 
 if TYPE_CHECKING:
     from qad.recipes.recipe import Recipe
@@ -42,13 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return command(args)
         return command(args)
     except QadError as error:
-        print(f"qad: error: {error}", file=sys.stderr)
+        tell(f"qad: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print(
-            "\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on",
-            file=sys.stderr,
-        )
+        tell("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on")
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -125,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "measure one checkpoint folder into a record"
     sub = commands.add_parser("measure", help=text, description=f"M{text[1:]}.")
-    measure_command.add(sub, _trust, _say)
+    measure_command.add(sub, _trust, say)
 
     sub = _command(commands, "engines", _engines, "say what this machine can measure with, and why not the rest")
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
@@ -194,10 +193,6 @@ def _policy(parser: argparse.ArgumentParser) -> None:
                         help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)")  # fmt: skip
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _quiet_third_parties() -> None:
     """Warnings become one line; libraries log errors only. Their own environment variables still win."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -208,7 +203,7 @@ def _quiet_third_parties() -> None:
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if filename.startswith(str(Path(__file__).parents[1])) or category is UserWarning:
-            print(f"warning: {message}", file=sys.stderr)
+            tell(f"warning: {message}")
 
     warnings.showwarning = show
 
@@ -220,7 +215,7 @@ def _run(args: argparse.Namespace) -> int:
     from qad.command.run import run
     from qad.recipes.load import load_recipe
 
-    run(load_recipe(args.recipe, args.overrides), args.out, _say, args.redo)
+    run(load_recipe(args.recipe, args.overrides), args.out, say, args.redo)
     return 0
 
 
@@ -228,14 +223,14 @@ def _plan(args: argparse.Namespace) -> int:
     from qad.command.plan import plan
     from qad.recipes.load import load_recipe
 
-    plan(load_recipe(args.recipe, args.overrides), _say)
+    plan(load_recipe(args.recipe, args.overrides), say)
     return 0
 
 
 def _keys(args: argparse.Namespace) -> int:
     from qad.command.keys import keys_text, recipe_keys
 
-    _say(keys_text(recipe_keys(args.section)))
+    say(keys_text(recipe_keys(args.section)))
     return 0
 
 
@@ -247,11 +242,11 @@ def _ptq(args: argparse.Namespace) -> int:
 
     recipe = load_recipe(args.recipe, args.overrides)
     _require_arm_place(recipe, "ptq", args.out)
-    job = prepare(recipe, _say, args.out.parent / "text")
+    job = prepare(recipe, say, args.out.parent / "text")
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         artifact = ptq_arm(job, args.out)
-    _say(f"PTQ arm: {artifact.path}")
+    say(f"PTQ arm: {artifact.path}")
     return 0
 
 
@@ -273,14 +268,14 @@ def _train(args: argparse.Namespace) -> int:
         _require_arm_place(recipe, "ptq", ptq)
     else:
         open_artifact(ptq, KIND)
-    job = prepare(recipe, _say, args.out.parent / "text")
+    job = prepare(recipe, say, args.out.parent / "text")
     with template_clock(recipe.template_time):
         require_frozen_time(job)
-        require_enough_text(job, _say)
+        require_enough_text(job, say)
         if args.ptq is None:
             ptq_arm(job, ptq)
         artifact = trained_arm(job, method, ptq, args.out)
-    _say(f"{method.upper()} arm: {artifact.path}")
+    say(f"{method.upper()} arm: {artifact.path}")
     return 0
 
 
@@ -309,7 +304,7 @@ def _export(args: argparse.Namespace) -> int:
     apart = {"arm": args.arm, "source model": source_folder(args.arm)}
     _require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
     artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
-    _say(f"checkpoint: {artifact.path}")
+    say(f"checkpoint: {artifact.path}")
     return 0
 
 
@@ -319,7 +314,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     _require_place(args.out, KIND, {"checkpoint": args.folder}, {"layout": args.layout})
     artifact = convert(args.folder, args.layout, args.out)
-    _say(f"checkpoint: {artifact.path}")
+    say(f"checkpoint: {artifact.path}")
     return 0
 
 
@@ -331,11 +326,12 @@ def _check(args: argparse.Namespace) -> int:
     findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
     bad = [f for f in findings if f.severity == "error" or args.strict]
     if args.json:
-        _say(json.dumps(to_json(findings), indent=1))
+        say(json.dumps(to_json(findings), indent=1))
     else:
         for f in findings:
-            _say(f"{f.severity}: {f.rule} {f.module} ({f.engine}): {f.message}\n    remedy: {f.remedy}")
-        _say(f"{folder}: " + (plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"))
+            told = f"{f.severity}: {f.rule} {clean(f.module, 300)} ({f.engine}): {clean(f.message, 1000)}"
+            say(f"{told}\n    remedy: {clean(f.remedy, 300)}")
+        say(f"{folder}: " + (plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"))
     return 1 if bad else 0
 
 
@@ -347,7 +343,7 @@ def _fixed(args: argparse.Namespace) -> Path:
     _require_place(args.fix, KIND, {"checkpoint": args.folder}, {})
     done = repair(args.folder, args.fix, args.source)
     for line in done or [f"nothing to repair: {args.fix} was not written"]:
-        print(f"fix: {line}", file=sys.stderr)
+        tell(f"fix: {line}")
     return Path(args.fix if done else args.folder)
 
 
@@ -357,27 +353,26 @@ def _compare(args: argparse.Namespace) -> int:
     artifact, text = compare_arms(
         args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor
     )
-    _say(f"{text}\n\ncomparison: {artifact.path}")
+    say(f"{text}\n\ncomparison: {artifact.path}")
     return 0
 
 
 def _gate(args: argparse.Namespace) -> int:
     from harness.records.verdict import to_json
     from qad.command.compare import gate
-    from qad.untrusted import clean
 
     verdict = gate(args.results, args.policy, args.arm)
     if args.json:
-        _say(json.dumps(to_json(verdict), indent=1))
+        say(json.dumps(to_json(verdict), indent=1))
     else:
-        _say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
+        say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return verdict.exit_code
 
 
 def _report(args: argparse.Namespace) -> int:
     from qad.command.run import report_run
 
-    _say(f"report: {report_run(args.run, _say, args.policy)}")
+    say(f"report: {report_run(args.run, say, args.policy)}")
     return 0
 
 
@@ -385,7 +380,7 @@ def _engines(args: argparse.Namespace) -> int:
     from harness.engines.available import availability
 
     for engine in availability(args.python):
-        _say(f"{engine.engine:<13}{engine.text}")
+        say(f"{engine.engine:<13}{engine.text}")
     return 0
 
 
@@ -396,7 +391,7 @@ def _show(args: argparse.Namespace) -> int:
     manifest = dict(artifact.manifest)
     files = manifest.pop("files")
     manifest["files"] = {"count": len(files), "bytes": sum(f["bytes"] for f in files.values())}
-    _say(json.dumps(manifest, indent=1, ensure_ascii=False))
+    say(json.dumps(manifest, indent=1))
     return 0
 
 

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from qad.errors import SourceError
+from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import split_experts
 from qad.model.source import Checkpoint
 from qad.numerics.widened import multiplies_bfloat16
@@ -93,15 +94,21 @@ def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        require_bounded(source.config)
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
-        with _weightless() if dtype else torch.device("meta"):
+        shapes = [info.shape for info in source.tensors.values()]
+        with _weightless() if dtype else torch.device("meta"), built_for(shapes):
             model = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=_trusted, **({"dtype": DTYPES[dtype]} if dtype else {})
             )
+            split_experts(model)
+    except OversizedError as error:
+        raise SourceError(
+            f"{source.folder}/config.json asks for more than its {len(source.tensors):,} tensors fill: {error}; fetch it again"
+        ) from error
     except _UNLOADABLE as error:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
-    split_experts(model)
     return model
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
 from qad.model.families import Family, family_of
-from qad.untrusted import regular_bytes
+from qad.untrusted import header_faults, json_with_faults, regular_bytes
 from qad.untrusted.yaml_text import strict_yaml
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
@@ -170,10 +169,7 @@ def _config(folder: Path) -> dict[str, Any]:
         if any(folder.glob("*.gguf")):
             raise SourceError(f"{folder} holds GGUF only: convert it with transformers (GgufConfig(dequantize=True))")
         raise SourceError(f"{folder} has no config.json: give a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{path} is not JSON ({error}): fetch the file again") from error
+    config = _json(path)
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object: fetch the file again")
     architectures = config.get("architectures") or []
@@ -206,7 +202,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
 
 def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
     try:
-        weight_map = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(_json(index_path)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{index_path} is not a safetensors index ({error}): fetch the file again") from error
     odd = next((shard for shard in weight_map.values() if not isinstance(shard, str)), None)
@@ -241,12 +237,28 @@ def _require_agreement(index_path: Path, weight_map: dict[str, str], headers: di
         )
 
 
+def _json(path: Path) -> Any:
+    """A JSON file that every reader takes for the same. Raises SourceError."""
+    try:
+        value, faults = json_with_faults(regular_bytes(path))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} is not JSON ({error}): fetch the file again") from error
+    if faults:
+        raise SourceError(f"{path}: {faults[0]}, and which value counts depends on the reader: fetch the file again")
+    return value
+
+
 def _header(path: Path) -> dict[str, TensorInfo]:
     try:
+        if not path.is_file():
+            raise ValueError("it is no regular file")
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return {name: TensorInfo(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
+            header = {name: TensorInfo(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        if header_faults(path):
+            raise ValueError(header_faults(path)[0])
+        return header
+    except (SafetensorError, OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read ({error}): the download is incomplete or damaged") from error
 
 

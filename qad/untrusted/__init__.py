@@ -7,6 +7,7 @@ import collections
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any, TypeGuard
 NAME_LIMIT = 120
 LARGEST = 100_000_000  # bytes of a JSON file, as of a safetensors header
 _SHOWN = 80  # characters of a foreign key or number in a message
-# Marks that reorder or hide the text around them, and what ends a line in some readers.
-_INVISIBLE = {0x061C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF}
+# Control characters, half characters, marks that reorder or hide the text around them, and what ends a line in some readers.
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+                     "\ud800-\udfff\U000e0000-\U000e007f]")  # fmt: skip
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be one: a pair of them is one character
 _DIGITS = 300  # of a whole number; floats end at 308
 
 
@@ -36,6 +39,36 @@ def strict_json(text: str | bytes, *, nan_is_null: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def json_with_faults(text: bytes) -> tuple[Any, list[str]]:
+    """The value of one JSON text as Python and transformers read it, NaN and Infinity included, and in what other readers would
+    differ: a key twice in one object, half a character. Raises ValueError as `strict_json` for the rest."""
+    faults: list[str] = []
+
+    def last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return _object(pairs)
+        except ValueError as fault:
+            faults.append(str(fault))
+            return dict(pairs)
+
+    try:
+        content = text.decode("utf-8-sig")
+        value = json.loads(content, object_pairs_hook=last, parse_float=_float, parse_int=_int)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if _HALF.search(content) and not _is_text(json.dumps(value, ensure_ascii=False)):
+        faults.append("it holds half a character (a lone surrogate)")
+    return value, faults
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def regular_bytes(path: Path, limit: int = LARGEST) -> bytes:
     """The bytes of a regular file. Raises OSError where it cannot be read, ValueError for anything that has no end of its own
     (a pipe, a device, a socket, a folder) and for more than `limit` bytes."""
@@ -47,6 +80,15 @@ def regular_bytes(path: Path, limit: int = LARGEST) -> bytes:
         if facts.st_size > limit:
             raise ValueError(f"it has {facts.st_size:,} bytes, {limit:,} at the most are read")
         return file.read(limit)
+
+
+def header_faults(path: Path) -> list[str]:
+    """As of `json_with_faults`, in the header of a safetensors file. Raises OSError, ValueError where there is none."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > LARGEST:
+            raise ValueError(f"its header has {size:,} bytes, {LARGEST:,} at the most are read")
+        return json_with_faults(file.read(size))[1]
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -121,16 +163,12 @@ def count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def clean(text: object, limit: int = NAME_LIMIT, *, lines: bool = False) -> str:
-    """Any string as one visible line: control and direction marks become U+FFFD, the rest is cut at `limit`.
+def clean(text: object, limit: int | None = NAME_LIMIT, *, lines: bool = False) -> str:
+    """Any string as one visible line: control and direction marks become U+FFFD, the rest is cut at `limit` characters.
 
-    lines: keep line ends and tabs.
+    lines: keep line ends and tabs. This is what everything foreign is shown through, on a terminal, in a report and in a card.
     """
-    kept = "\n\t" if lines else ""
-    shown = "".join(c if c in kept or _visible(c) else "\ufffd" for c in str(text).replace("\r\n", "\n")[: 4 * limit])
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def _visible(char: str) -> bool:
-    code = ord(char)
-    return not (code < 32 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in _INVISIBLE)
+    whole = str(text)
+    cut = whole if limit is None else whole[: 4 * limit]
+    shown = _HIDDEN.sub(lambda found: found[0] if lines and found[0] in "\n\t" else "\ufffd", cut.replace("\r\n", "\n"))
+    return shown if limit is None or len(shown) <= limit else shown[: limit - 1] + "…"
