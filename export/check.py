@@ -60,6 +60,7 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
         yield from tensors.e4_bytes(folder)
     yield from tensors.e5_dimensions(folder, tp)
     yield from tensors.e6_scale_groups(folder)
+    yield from tensors.w2_absorbed(folder)
     yield from coverage.e7_exclusion(folder)
     yield from coverage.e8_excluded_modules(folder)
     yield from expert_modules.e9_experts(folder)

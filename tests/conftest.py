@@ -139,6 +139,12 @@ def make_llama() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[Path], Any]:
+    """Saves a tokenizer of 512 ids into a folder: make_tokenizer(folder)."""
+    return build_tokenizer
+
+
+@pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved BF16 tiny Llama with tokenizer; read only."""
     return build_llama(tmp_path_factory.mktemp("tiny") / "llama")

@@ -60,6 +60,10 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
             elif not packed and runs_as is not None:
                 yield error("E7", module, "has a BF16 weight but is not excluded: the engine would wait for its scales",
                             f"add {module} to the exclude lists", engine)  # fmt: skip
+    for module, reason in folder.family.in_mamba1(everything).items():
+        if module in folder.packed:
+            told = f"is packed, but lies {reason}: the engine would read codes as BF16 weights"
+            yield error("E7", module, told, "exclude it and export again", "vllm")
     yield from _unbuilt(folder, readers)
 
 

@@ -215,6 +215,16 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
     yield from _w2(folder)
 
 
+def w2_absorbed(folder: Folder) -> Iterator[Finding]:
+    """Inputs of what engines absorb into attention are not quantized."""
+    for module in folder.packed:
+        reason = folder.family.weights_alone.get(module.rpartition(".")[2])
+        if reason and folder.record_of(module).quantizes_inputs:
+            yield warning(
+                "W2", module, f"its inputs are quantized, but {reason}", "give it W4A16_NVFP4, or leave it BF16"
+            )
+
+
 def _w2(folder: Folder) -> Iterator[Finding]:
     for group in folder.family.scale_groups(module for module in folder.packed if folder.record_of(module).block):
         names = [f"{m}.{folder.layout.leaf(folder.format_of(m), BLOCK_SCALE)}" for m in group]
@@ -249,6 +259,7 @@ def missing_siblings(folder: Folder) -> Iterator[Finding]:
     present = {*folder.packed, *folder.linears}
     for group in folder.family.scale_groups(present):
         siblings = folder.family.siblings_of(group[0])
-        if 1 < len(group) < len(siblings) or (len(group) == 1 and group[0].endswith(("gate_proj", ".w1", ".w3"))):
+        part = 1 < len(group) < len(siblings) and not folder.family.is_whole(group)
+        if part or (len(group) == 1 and group[0].endswith(("gate_proj", ".w1", ".w3"))):
             for absent in sorted({*siblings} - {*group}):
                 yield error("E11", absent, f"is missing while {group[0]} is there", _AGAIN)

@@ -15,13 +15,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-_FUSED = {
-    **_QKV,
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
+Fused = tuple[tuple[str, tuple[str, ...]], ...]
+_QKV: Fused = (("qkv_proj", ("q_proj", "k_proj", "v_proj")),)
+_FUSED: Fused = (
+    *_QKV,
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("w13", ("w1", "w3")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+)
 _NEVER = {
     "lm_head": "output head",
     "embed_out": "output head",
@@ -45,7 +46,7 @@ class Family:
     """One architecture, or several that are alike.
 
     model_types: of config.json, or of its text_config.
-    fused: engine's name of a fused module -> last parts of its members' names, siblings of one parent.
+    fused: an engine's name of a fused module, and the last parts of its members' names, siblings of one parent.
     never: last part of a name -> why it is never quantized.
     weights_alone: last part of a name -> why its inputs are never quantized.
     towers: parts of names; what lies inside is no language model.
@@ -59,7 +60,7 @@ class Family:
     """
 
     model_types: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _FUSED)
+    fused: Fused = _FUSED
     never: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NEVER)
     weights_alone: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"kv_b_proj": _ABSORBED})
     towers: tuple[str, ...] = _TOWERS
@@ -82,10 +83,15 @@ class Family:
         where several fused modules have a member of this name, they tell which (None: the largest)."""
         parent, _, leaf = module.rpartition(".")
         prefix = f"{parent}." if parent else ""
-        fitting = [(len(leaves), fused) for fused, leaves in self.fused.items() if leaf in leaves and (
+        fitting = [(len(leaves), fused) for fused, leaves in self.fused if leaf in leaves and (
             modules is None or all(prefix + other in modules for other in leaves))]  # fmt: skip
-        fitting = fitting or [(len(leaves), fused) for fused, leaves in self.fused.items() if leaf in leaves]
+        fitting = fitting or [(len(leaves), fused) for fused, leaves in self.fused if leaf in leaves]
         return prefix + max(fitting)[1] if fitting else module
+
+    def is_whole(self, group: Collection[str]) -> bool:
+        """True where the members of a scale group are all that some fused module of an engine has."""
+        leaves = {name.rpartition(".")[2] for name in group}
+        return any(leaves == {*members} for _, members in self.fused)
 
     def scale_groups(self, modules: Iterable[str]) -> list[tuple[str, ...]]:
         """Partition module names into scale groups, in order of first appearance; most are groups of one.
@@ -127,7 +133,7 @@ class Family:
         return module.rpartition(".")[2] in self.row_parallel
 
     def _siblings(self, leaf: str) -> tuple[str, ...]:
-        return max((leaves for leaves in self.fused.values() if leaf in leaves), key=len, default=(leaf,))
+        return max((leaves for _, leaves in self.fused if leaf in leaves), key=len, default=(leaf,))
 
     def _key(self, module: str) -> tuple[str, str]:
         parent, _, leaf = module.rpartition(".")
@@ -140,7 +146,8 @@ def experts_of(name: str) -> str | None:
     return match[1] if match else None
 
 
-_DELTA = {**_FUSED, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+_DELTA: Fused = (*_FUSED, ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a")))
+_INDEXED = "engines fuse it with a projection of another module, the indexer"
 
 DEFAULT = Family()
 ROWS = (
@@ -154,12 +161,17 @@ ROWS = (
     Family(("jamba",), tried=True),
     Family(("gpt_neox",), head="embed_out", row_parallel=(*DEFAULT.row_parallel, "dense")),
     # Linear attention with a gate beside q, k and v; its other attention has no gate.
-    Family(("olmo_hybrid",), fused={**_FUSED, "in_proj_qkvg": ("q_proj", "k_proj", "v_proj", "g_proj")}),
-    Family(("inkling_text", "inkling_mm_model"), fused={**_FUSED, "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du")}),
-    Family(("hy_v4",), fused={**_FUSED, "wk_weights_proj": ("wk", "weights_proj")}),
-    Family(("deepseek_v4",), fused={**_FUSED, "fused_wqa_wkv": ("wq_a", "wkv")}),
-    Family(("molmo2",), fused={**_FUSED, "merged_qkv": ("wq", "wk", "wv")}),
-    Family(("exaone",), fused={**_QKV, "gate_up_proj": ("c_fc_0", "c_fc_1")}, row_parallel=("out_proj", "c_proj")),
+    Family(("olmo_hybrid",), fused=(*_FUSED, ("in_proj_qkvg", ("q_proj", "k_proj", "v_proj", "g_proj")))),
+    Family(("inkling_text", "inkling_mm_model"), fused=(*_FUSED, ("qkvr", ("wq_du", "wk_dv", "wv_dv", "wr_du")))),
+    Family(("hy_v4",), fused=(*_FUSED, ("wk_weights_proj", ("wk", "weights_proj")))),
+    Family(("deepseek_v4",), fused=(*_QKV, ("gate_up_proj", ("w1", "w3")), ("fused_wqa_wkv", ("wq_a", "wkv")))),
+    Family(("molmo2",), fused=(("merged_qkv", ("wq", "wk", "wv")), ("merged_kv", ("k_proj", "v_proj")),
+                               ("merged_linear", ("gate_proj", "up_proj")))),
+    Family(("qwen4_exp", "qwen4_exp_text"), never={**_NEVER, **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _INDEXED)},
+           fused=(*_DELTA, ("kv_proj", ("key_proj", "value_proj")),
+                  ("input_mix_weight_down_block_inject",
+                   ("input_mix_weight_down", "block_inject_weight", "_input_mix_padding")))),
+    Family(("exaone",), fused=(*_FUSED, ("gate_up_proj", ("c_fc_0", "c_fc_1"))), row_parallel=("out_proj", "c_proj")),
     Family(("phi",), row_parallel=("dense", "fc2")),
     Family(("gpt2", "gpt_bigcode", "starcoder2"), row_parallel=("o_proj", "c_proj")),
 )  # fmt: skip
