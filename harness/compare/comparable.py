@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from harness.records.comparison import Estimate
 from harness.records.record import ARMS, AccuracyData, FidelityData, Record, ScoresData, TaskScore, arm_order
 from harness.statistics.intervals import Floats, Ints, cluster_index
 from qad.errors import DataError
 
 BASELINE = ARMS[0]
+PLAUSIBLE = 2.0  # recovery above which a bounded score is a mistake of units, settings or names before it is a success
 TaskKey = tuple[str, str, str]  # task, filter, metric
 
 
@@ -136,6 +138,13 @@ def _key(score: TaskScore) -> TaskKey:
     return score.task, score.filter, score.metric
 
 
+def doubtful(recovery: Estimate | None) -> str:
+    """Why a recovery of a score with a largest value decides nothing; "" where it may."""
+    if recovery is None or recovery.value <= PLAUSIBLE:
+        return ""
+    return f"{recovery.value:.0%} is above {PLAUSIBLE:.0%}, which is not plausible: look at units, settings and names"
+
+
 def paired(task: str, scores: Mapping[str, TaskScore]) -> tuple[dict[str, Floats], Ints]:
     """Scores of the same items in the same order -> arm -> float64 [n], and the items' clusters, int64 [n].
 
@@ -145,7 +154,7 @@ def paired(task: str, scores: Mapping[str, TaskScore]) -> tuple[dict[str, Floats
     values = {
         arm: np.array([score.items[i].score for i in order[arm]], dtype=np.float64) for arm, score in scores.items()
     }
-    return values, cluster_index([item.cluster for item in next(iter(scores.values())).items])
+    return values, cluster_index([item.cluster for item in next(iter(scores.values())).items] if scores else [])
 
 
 def item_order(task: str, scores: Mapping[str, TaskScore]) -> dict[str, list[int]]:
@@ -153,6 +162,8 @@ def item_order(task: str, scores: Mapping[str, TaskScore]) -> dict[str, list[int
 
     Raises DataError, with counts, where the arms saw other documents, other prompts or other targets.
     """
+    if not scores:
+        return {}
     reference, *others = scores
     index = {arm: _index(score) for arm, score in scores.items()}
     for arm in others:

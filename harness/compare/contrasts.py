@@ -36,12 +36,10 @@ def contrasts(benchmarks: Sequence[PairedScores], arms: Sequence[str], margin: f
 
 
 def _pair(benchmarks: Sequence[PairedScores], arm: str, against: str, margin: float) -> list[Contrast]:
-    rows = [scores for scores in benchmarks if arm in scores.row.score and against in scores.row.score]
+    both = {arm, against}
+    rows = [s for s in benchmarks if both <= (s.row.score if s.row.imported else s.values).keys()]
     found = [
-        _measured(scores, arm, against, margin)
-        if arm in scores.values and against in scores.values
-        else _printed(scores.row, arm, against, margin)
-        for scores in rows
+        (_printed(s.row, arm, against, margin) if s.row.imported else _measured(s, arm, against, margin)) for s in rows
     ]
     adjusted = holm([c.p if s.row.headline else None for c, s in zip(found, rows, strict=True)])
     return [dataclasses.replace(c, p_holm=p) for c, p in zip(found, adjusted, strict=True)]

@@ -1,6 +1,6 @@
-"""How the answers themselves changed: length, cut-offs, loops, empty answers, tokens per correct one; and failed requests.
+"""How the answers themselves changed: length, cut-offs, loops, empty answers, tokens per correct one.
 
-Items of one question are a cluster in every interval. A failed request is no answer: it counts in the failure share alone.
+Items of one question are a cluster in every interval. A failed request is no answer, see harness.compare.failures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.compare.comparable import BASELINE, item_order, task_keys, task_scores
 from harness.records.comparison import Estimate, OutputRow
-from harness.records.record import ERROR, LENGTH, SERVER, AccuracyData, Outputs, Record, TaskScore
+from harness.records.record import ERROR, LENGTH, Outputs, Record, TaskScore
 from harness.statistics.intervals import Floats, Ints, cluster_index, estimate, mean_interval
 from harness.statistics.resampling import ratio_of_sums
 
@@ -26,18 +26,6 @@ def output_rows(arms: Mapping[str, Record]) -> list[OutputRow]:
             seen.add(key[0])
             rows.append(_row(key[0], scores))
     return rows
-
-
-def failed_requests(arms: Mapping[str, Record]) -> dict[str, tuple[int, int]]:
-    """arm -> (failed, sent) over the answers of every task's first filter; only where a server was asked."""
-    counts = {}
-    for arm, record in arms.items():
-        assert isinstance(record.data, AccuracyData)
-        first = {score.task: score for score in reversed(record.data.tasks) if score.outputs is not None}
-        finish = [reason for score in first.values() for reason in _outputs(score).finish]
-        if finish and record.engine.name == SERVER:
-            counts[arm] = sum(reason == ERROR for reason in finish), len(finish)
-    return counts
 
 
 def _row(task: str, scores: Mapping[str, TaskScore]) -> OutputRow:

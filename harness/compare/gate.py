@@ -8,7 +8,7 @@ named. One missed threshold fails; else one undecided leaves the verdict open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from harness.compare.policy import AtLeast, AtMost, Policy, SpeedUp
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate, standing
@@ -64,7 +64,18 @@ def _checks(comparison: Comparison, policy: Policy, arm: str) -> list[Check]:
 
 
 def _median(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
-    return _check("median_recovery", "median recovery", threshold, comparison.median_recovery.get(arm), _percent)
+    check = _check("median_recovery", "median recovery", threshold, comparison.median_recovery.get(arm), _percent)
+    doubts = _doubts([row for row in comparison.benchmarks if row.headline], arm)
+    return _undecided(check, doubts) if check.outcome == PASS and doubts else check
+
+
+def _doubts(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
+    return [f"recovery on {row.label}: {row.doubt[arm]}" for row in rows if arm in row.doubt]
+
+
+def _undecided(check: Check, doubts: list[str]) -> Check:
+    why = doubts[0] + f"; so for {len(doubts) - 1} more" * (len(doubts) > 1)
+    return Check(check.threshold, check.rule, INCONCLUSIVE, check.value, check.low, check.high, why)
 
 
 def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
@@ -75,7 +86,8 @@ def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     ]
     found = [(row, recovery) for row in rows if (recovery := row.recovery.get(arm)) is not None]
     if not found:
-        return _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)
+        check = _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)
+        return _undecided(check, doubts) if (doubts := _doubts(rows, arm)) else check
     checks = [
         _check("worst_benchmark", f"recovery on {row.label}", threshold, recovery, _percent) for row, recovery in found
     ]
@@ -85,6 +97,8 @@ def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
             check, row = min(bad, key=lambda entry: entry[0].value if entry[0].value is not None else math.inf)
             more = f"; so for {len(bad) - 1} other benchmark{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
             return _with_why(check, check.why + _would_decide(comparison, arm, row, outcome) + more)
+    if doubts := _doubts(rows, arm):
+        return _undecided(checks[0], doubts)
     if unscored:
         why = f"recovery on {unscored[0]} was not measured" + (f"; {len(unscored) - 1} more" * (len(unscored) > 1))
         return Check("worst_benchmark", checks[0].rule, INCONCLUSIVE, None, None, None, why)

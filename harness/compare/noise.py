@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.compare.comparable import paired, task_keys, task_scores
 from harness.compare.distance import compare_fidelity
+from harness.compare.failures import answered
 from harness.records.comparison import Band, Estimate, NoiseFloor
 from harness.records.record import AccuracyData, FidelityData, Record
 from harness.statistics.intervals import LEVEL, Floats, Ints, cluster_totals, estimate, mean_interval
@@ -63,7 +64,7 @@ def _accuracy(pair: dict[str, Record]) -> tuple[Band | None, dict[str, Band], Es
     groups: list[Ints] = []
     seen: set[str] = set()
     for stream, key in enumerate(task_keys(pair)):
-        scores = task_scores(pair, key)
+        scores = answered(key[0], task_scores(pair, key)).scores
         if len(scores) < 2:
             continue
         values, cluster = paired(key[0], scores)

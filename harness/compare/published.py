@@ -8,6 +8,7 @@ The error of one printed score, in this order:
   would move. An answer's variance is p (1 - p); WITHIN of it is taken to lie between answers to one question, which
   is the part that a rerun changes. At p = .8 that lets 16 % of the answers flip between two runs of equal models;
 - else none: the recovery has no interval and decides nothing.
+An error of exactly 0 is a missing one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.compare.comparable import BASELINE
+from harness.compare.comparable import BASELINE, doubtful
 from harness.compare.contrasts import PairedScores
 from harness.records.comparison import BenchmarkRow, Estimate
 from harness.records.record import PublishedScore, Record, ScoresData
@@ -51,12 +52,14 @@ def published_rows(arms: Mapping[str, Record], stream: int, notes: list[str]) ->
 
 
 def standard_error(score: PublishedScore) -> float | None:
-    """In the score's unit; None where nothing printed tells it."""
-    if score.stderr is not None:
+    """In the score's unit, above 0; None where nothing printed tells it. An error printed as 0 is none: no measurement has it."""
+    if score.stderr:
         return score.stderr
-    if score.items is None or not 0 <= score.value <= score.maximum:
+    if not score.items or not 0 <= score.value <= score.maximum:
         return None
     share = score.value / score.maximum
+    if share in (0, 1):  # none or all of n were right: of 1 more, half
+        share = (share * score.items + 0.5) / (score.items + 1)
     return score.maximum * math.sqrt(WITHIN * share * (1 - share) / (score.items * (score.repeats or 1)))
 
 
@@ -64,9 +67,12 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
     first = next(iter(scores.values()))
     usable = {arm: score for arm, score in scores.items() if math.isfinite(score.value)}
     notes += [f"{first.task} (imported): the score of {arm} is not a number" for arm in scores if arm not in usable]
+    notes += [f"{first.task} (imported): the standard error of {arm} is printed as 0, which is taken as not printed"
+              for arm, score in scores.items() if score.stderr == 0]  # fmt: skip
     recovery: dict[str, Estimate | None] = {}
     above: dict[str, Estimate | None] = {}
     deviations: dict[str, Floats | None] = {}
+    doubt: dict[str, str] = {}
     base = usable.get(BASELINE)
     for number, arm in enumerate(arm for arm in scores if arm != BASELINE):
         recovery[arm] = above[arm] = deviations[arm] = None
@@ -83,13 +89,16 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         if first.chance is not None and first.higher_is_better and bottom.value > first.chance:
             above[arm] = _recovery(top, bottom, first.chance)
         deviations[arm] = _deviations(top, bottom, first.higher_is_better, stream, number)
+        if first.higher_is_better and (why := doubtful(recovery[arm])):
+            doubt[arm] = why
+            notes.append(f"{first.task} (imported): recovery of {arm}, {why}")
     settings = first.settings
     row = BenchmarkRow(
         task=first.task, metric=first.metric, filter=first.filter,
         n_shot=settings.get("n_shot"), higher_is_better=first.higher_is_better,
         chance=None if first.chance is None else first.chance / first.maximum, n=first.items or 0,
         clusters=first.items or 0, score={arm: _score(score) for arm, score in usable.items()}, recovery=recovery,
-        recovery_above_chance=above, flips={}, limit=settings.get("limit"), headline=headline, imported=True,
+        recovery_above_chance=above, flips={}, limit=settings.get("limit"), headline=headline, imported=True, doubt=doubt,
     )  # fmt: skip
     return PairedScores(row, {}, NO_ITEMS, deviations)
 
@@ -105,7 +114,7 @@ def _score(score: PublishedScore) -> Estimate:
 
 
 def _method(score: PublishedScore) -> str:
-    return "printed standard error" if score.stderr is not None else "noise of a rerun, from questions and repeats"
+    return "printed standard error" if score.stderr else "noise of a rerun, from questions and repeats"
 
 
 def _recovery(top: PublishedScore, bottom: PublishedScore, chance: float) -> Estimate:

@@ -7,7 +7,7 @@ a mean in silence. How the intervals are made, and what they cover: harness.stat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from harness.compare.comparable import (
     BASELINE,
     TaskKey,
     by_kind,
+    doubtful,
     paired,
     require_comparable,
     require_same_targets,
@@ -23,7 +24,8 @@ from harness.compare.comparable import (
 )  # fmt: skip
 from harness.compare.contrasts import MARGIN, PairedScores, contrasts
 from harness.compare.distance import compare_fidelity
-from harness.compare.drift import failed_requests, output_rows
+from harness.compare.drift import output_rows
+from harness.compare.failures import answered, failed_requests
 from harness.compare.noise import noise_floors
 from harness.compare.published import published_rows, sources
 from harness.compare.serving_cells import compare_serving
@@ -31,8 +33,17 @@ from harness.compare.speed import compare_throughput, emulated, failure_shares
 from harness.compare.training_seeds import compare_seeds, merge_seeds, seeds_of
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import MemoryData, Record, TaskScore, arm_order
-from harness.statistics.intervals import Floats, Interval, Ints, estimate, mean_interval, paired_ratio_interval
+from harness.statistics.intervals import (
+    Floats,
+    Interval,
+    Ints,
+    cluster_count,
+    estimate,
+    mean_interval,
+    paired_ratio_interval,
+)
 from harness.statistics.medians import median_difference_interval, median_interval, paired_ratio_deviations
+from qad.untrusted import mapping, names
 
 
 def compare(records: list[Record], margin: float = MARGIN) -> Comparison:
@@ -53,7 +64,7 @@ def _compare(records: list[Record], margin: float) -> Comparison:
     controls = [record for record in records if record.control is not None]
     records = merge_seeds([record for record in records if record.control is None])
     kinds = by_kind(records)
-    notes: list[str] = []
+    notes = [f"{record.arm}, {reason}" for record in records for reason in _left_out(record)]
     arms = sorted({record.arm for record in records}, key=arm_order)
     for kind in ("accuracy", "fidelity", "scores"):
         if kind in kinds:
@@ -85,6 +96,11 @@ def _compare(records: list[Record], margin: float) -> Comparison:
     )
 
 
+def _left_out(record: Record) -> list[str]:
+    """What an import was without, by its provenance."""
+    return names(mapping(record.provenance.get("imported")).get("left_out"))
+
+
 # --- benchmarks ----------------------------------------------------------------------------------
 
 
@@ -110,16 +126,23 @@ def _benchmark(
     key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]
 ) -> PairedScores:
     task, filter_name, metric = key
-    values, cluster = paired(task, scores)
+    label, first = f"{task} (filter {filter_name})", next(iter(scores.values()))
+    found = answered(task, scores)
     require_same_targets(task, scores)
-    label = f"{task} (filter {filter_name})"
-    first = next(iter(scores.values()))
+    values, cluster = paired(task, found.scores)
     usable = {arm: v for arm, v in values.items() if np.isfinite(v).all()}
     notes += [f"{label}: scores of {arm} are not all numbers" for arm in values if arm not in usable]
+    notes += [f"{label}: recovery of {arm} is n/a, {why}" for arm, why in found.refused.items()]
+    if found.scores and (left := len(first.items) - len(cluster)):
+        notes.append(f"{label}: {left} of {len(first.items)} items are left out, their requests failed under an arm")
     recovery: dict[str, Estimate | None] = {}
     above: dict[str, Estimate | None] = {}
     deviations: dict[str, Floats | None] = {}
     flips: dict[str, tuple[int, int]] = {}
+    doubt = {arm: why for arm, why in found.refused.items() if arm != BASELINE}
+    recovery |= dict.fromkeys(doubt)
+    above |= dict.fromkeys(doubt)
+    deviations |= dict.fromkeys(doubt)
     base = usable.get(BASELINE)
     for arm in (arm for arm in values if arm != BASELINE):
         recovery[arm] = above[arm] = deviations[arm] = None
@@ -133,14 +156,28 @@ def _benchmark(
             continue
         recovery[arm] = _recovery(top, bottom, cluster)
         deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
+        bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in (base, usable[arm]))
+        if bounded and (why := doubtful(recovery[arm])):
+            doubt[arm] = why
+            notes.append(f"{label}: recovery of {arm}, {why}")
         above[arm] = _above_chance(label, arm, first, top, bottom, cluster, notes)
     row = BenchmarkRow(
         task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
-        chance=first.chance, n=len(cluster), clusters=int(cluster.max()) + 1,
-        score={arm: estimate(float(v.mean()), mean_interval(v, cluster), len(v)) for arm, v in usable.items()},
+        chance=first.chance, n=len(cluster), clusters=cluster_count(cluster), failed=found.failed, doubt=doubt,
+        score={arm: _score(v, cluster) for arm, v in usable.items()} | _alone(task, found.alone),
         recovery=recovery, recovery_above_chance=above, flips=flips, limit=first.limit, headline=headline,
     )  # fmt: skip
     return PairedScores(row, usable, cluster, deviations)
+
+
+def _score(values: Floats, cluster: Ints) -> Estimate:
+    return estimate(float(values.mean()), mean_interval(values, cluster), len(values))
+
+
+def _alone(task: str, scores: Mapping[str, TaskScore]) -> dict[str, Estimate]:
+    """Scores of arms that are not compared, each of the items that it answered; nothing where it answered none."""
+    found = {arm: paired(task, {arm: score}) for arm, score in scores.items() if score.items}
+    return {arm: _score(v[arm], cluster) for arm, (v, cluster) in found.items() if np.isfinite(v[arm]).all()}
 
 
 def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -> Estimate:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import collections
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.imported.stamp import imported_record
+from harness.imported.stamp import imported_record, require_one_model
 from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
 from qad.errors import DataError
-from qad.untrusted import is_number
+from qad.untrusted import count, is_number, json_lines, mapping, names, strict_json
 
 _PROTOCOL = ("gen_kwargs", "limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _TEMPLATE = ("chat_template_sha", "fewshot_as_multiturn", "system_instruction_sha")
@@ -17,47 +18,72 @@ _GUESSABLE = ("acc", "acc_norm", "acc_bytes")
 
 
 def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
-    """One record of items (where samples were logged) and one of printed means (for the other tasks).
+    """One record of items (where samples were logged) and one of printed means (for the other tasks). A group is the mean of
+    tasks that are there themselves; where one is not, the group stands as printed. The provenance names what has no score.
 
-    Raises DataError for a damaged file, results under unequal settings in one folder, or a task that occurs twice.
+    Raises DataError for a damaged file, results of two models or under unequal settings in one folder, or a task that is there
+    twice.
     """
     results = {file: _read(file) for file in files}
+    require_one_model({file: _model(raw) for file, raw in results.items()}, "give the folder of one model")
     protocols = [_settings(raw) for raw in results.values()]
     if any(protocol != protocols[0] for protocol in protocols):
         raise DataError(f"{folder} holds results under unequal settings: give the folder of one run")
     sampled: list[TaskScore] = []
     printed: list[PublishedScore] = []
-    used = list(files)
+    used, left_out = list(files), []
     for file, raw in results.items():
         for task in raw["results"]:
-            if task in raw.get("group_subtasks", {}) and raw["group_subtasks"][task]:
-                continue  # a group is the mean of tasks that are here themselves
+            children = names(mapping(raw.get("group_subtasks")).get(task))
+            absent = [child for child in children if child not in raw["results"]]
+            if children and not absent:
+                continue
+            if absent:
+                left_out.append(
+                    f"{task}: of its {len(children)} tasks {', '.join(absent[:3])} {_are(absent)} not in {file.name}"
+                )
             samples = file.with_name(f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl")
             if samples.is_file():
                 sampled += _sampled(raw, task, samples)
                 used.append(samples)
+            elif found := _printed(raw, task):
+                printed += found
             else:
-                printed += _printed(raw, task)
-    names = [(s.task, s.filter) for s in sampled] + [(p.task, p.filter) for p in printed]
-    twice = next((name for name in names if names.count(name) > 1), None)
+                left_out.append(f"{task}: its row in {file.name} has no score that is a number")
+    scored = collections.Counter([(s.task, s.filter) for s in sampled] + [(p.task, p.filter) for p in printed])
+    twice = next((task for (task, _), number in scored.items() if number > 1), None)
     if twice:
-        raise DataError(f"{folder} holds {twice[0]} twice: give the folder of one run")
+        raise DataError(f"{folder} holds {twice} twice: give the folder of one run")
     first = next(iter(results.values()))
     model = str(first.get("model_name") or folder.name)
     source = f"lm-eval {first.get('lm_eval_version', 'of unknown version')}, {folder.name}"
-    engine = f"lm-eval {first.get('lm_eval_version', '')} {first.get('config', {}).get('model', '')}".strip()
+    engine = f"lm-eval {first.get('lm_eval_version', '')} {mapping(first.get('config')).get('model', '')}".strip()
     datas = [AccuracyData(sampled)] * bool(sampled) + [ScoresData(source, printed)] * bool(printed)
     if not datas:
         raise DataError(f"{folder} holds no score that is a number: check the run's log")
-    return [imported_record(arm, data, protocols[0], engine, used, "lm-eval results", source, model) for data in datas]
+    return [
+        imported_record(arm, data, protocols[0], engine, used, "lm-eval results", source, model, left_out)
+        for data in datas
+    ]
+
+
+def _are(things: Sequence[str]) -> str:
+    return "is" if len(things) == 1 else "are" if len(things) <= 3 else f"and {len(things) - 3} more are"
+
+
+def _model(raw: dict[str, Any]) -> str:
+    """The evaluated model: its name, else what lm-eval was given."""
+    given = mapping(raw.get("config")).get("model_args")
+    found = raw.get("model_name") or (mapping(given).get("pretrained") if isinstance(given, dict) else given)
+    return str(found or "")
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(raw["results"], dict):
-            raise TypeError("results is not an object")
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        raw: dict[str, Any] = strict_json(file.read_bytes(), nan_is_null=True)
+        if not all(isinstance(row, dict) for row in raw["results"].values()):
+            raise TypeError("a row of its results is not an object")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(
             f"{file} is no result file of lm-eval ({error}): give the folder of its --output_path"
         ) from error
@@ -65,30 +91,35 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _settings(raw: dict[str, Any]) -> dict[str, Any]:
-    config = raw.get("config") or {}
+    config = mapping(raw.get("config"))
     return {name: config.get(name) for name in _PROTOCOL} | {name: raw.get(name) for name in _TEMPLATE}
 
 
 def _task_facts(raw: dict[str, Any], task: str) -> dict[str, Any]:
-    config = raw.get("configs", {}).get(task, {})
-    limit = (raw.get("config") or {}).get("limit")
+    config, limit = mapping(mapping(raw.get("configs")).get(task)), mapping(raw.get("config")).get("limit")
+    asked = count(_items(raw, task) or limit)
     return {
-        "version": str(raw.get("versions", {}).get(task, "")),
-        "n_shot": raw.get("n-shot", {}).get(task),
-        "limit": None if limit is None else int(raw.get("n-samples", {}).get(task, {}).get("effective", limit)),
+        "version": str(mapping(raw.get("versions")).get(task, "")),
+        "n_shot": count(mapping(raw.get("n-shot")).get(task)),
+        "limit": None if limit is None else asked or 0,
         "generation_kwargs": config.get("generation_kwargs"),
         "output_type": config.get("output_type"),
     }
 
 
 def _higher(raw: dict[str, Any], task: str, metric: str) -> bool:
-    return raw.get("higher_is_better", {}).get(task, {}).get(metric) is not False
+    return mapping(mapping(raw.get("higher_is_better")).get(task)).get(metric) is not False
+
+
+def _items(raw: dict[str, Any], task: str) -> int | None:
+    """Questions that were asked, where the file tells."""
+    return count(mapping(mapping(raw.get("n-samples")).get(task)).get("effective"))
 
 
 def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
     """One TaskScore a filter; the first metric that is a number per item and is among the results."""
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [row for _, row in json_lines(file, nan_is_null=True)]
         metric = next(
             m for m in rows[0]["metrics"] if is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
         )  # fmt: skip
@@ -106,15 +137,18 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
         ]  # fmt: skip
     except StopIteration as error:
         raise DataError(f"{file} has no score per item: arms cannot be paired on it") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, OSError) as error:
         raise DataError(f"{file} is no samples file of lm-eval ({error!r}): give the folder of one run") from error
 
 
 def _item(row: dict[str, Any], metric: str) -> Item:
     cluster = row["doc"].get("cluster") if isinstance(row["doc"], dict) else None
-    return Item(
-        row["doc_hash"], row["prompt_hash"], row["target_hash"], str(cluster or row["doc_hash"]), float(row[metric])
-    )
+    doc, prompt, target = hashes = [row[name] for name in ("doc_hash", "prompt_hash", "target_hash")]
+    if (not is_number(row[metric]) and not isinstance(row[metric], bool)) or not all(
+        isinstance(text, str) for text in hashes
+    ):
+        raise ValueError(f"{metric} of {str(row.get('doc_id'))[:40]} is {str(row[metric])[:40]!r}, or it has no hashes")
+    return Item(doc, prompt, target, str(cluster or doc), float(row[metric]))
 
 
 def _chance(output_type: Any, metric: str, rows: list[dict[str, Any]]) -> float | None:
@@ -133,10 +167,11 @@ def _printed(raw: dict[str, Any], task: str) -> list[PublishedScore]:
         if not name or metric.endswith("_stderr") or not is_number(value) or name in found:
             continue
         error = raw["results"][task].get(f"{metric}_stderr,{name}")
-        count = raw.get("n-samples", {}).get(task, {}).get("effective")
+        higher = _higher(raw, task, metric)
         found[name] = PublishedScore(
-            task=task, metric=metric, value=float(value), maximum=1.0, higher_is_better=_higher(raw, task, metric),
-            chance=None, items=count, repeats=None, stderr=float(error) if is_number(error) else None,
+            task=task, metric=metric, value=float(value), maximum=100.0 if higher and value > 1 else 1.0,
+            higher_is_better=higher, chance=None, items=_items(raw, task) or None, repeats=None,
+            stderr=float(error) if is_number(error) and error >= 0 else None,
             filter=name, settings=facts,
         )  # fmt: skip
     return list(found.values())

@@ -13,7 +13,8 @@ load tools      result files of vLLM bench, SGLang, AIPerf, GuideLLM, trtllm-ben
 from __future__ import annotations
 
 import csv
-import json
+import io
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from harness.imported.stamp import MODEL, imported_record
 from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
 from qad.artifact import digest_of
 from qad.errors import DataError
+from qad.untrusted import clean, count, is_number, json_lines
 
 _CSV_FACTS = ("benchmark", "arm", "score", "metric", "items", "repeats", "stderr", "maximum", "higher_is_better",
               "chance")  # fmt: skip
@@ -73,7 +75,8 @@ def _csv_records(path: Path, arm: str) -> list[Record]:
     scores: dict[str, dict[tuple[str, str, str], PublishedScore]] = {}
     cells = [(line, row, name) for line, row in enumerate(rows, 1) for name in (arms or [row.get("arm") or arm])]
     values = [_number(path, line, row, name if wide else "score") for line, row, name in cells]
-    maximum = 100.0 if any(v is not None and v > 1 for v in values) else 1.0
+    maximum = _unit(path, [(line, row, name if wide else "score", value)
+                           for (line, row, name), value in zip(cells, values, strict=True) if value is not None])  # fmt: skip
     for (line, row, name), value in zip(cells, values, strict=True):
         if value is not None:
             score = _printed(path, line, row, value, maximum)
@@ -93,32 +96,71 @@ def _csv_records(path: Path, arm: str) -> list[Record]:
     ]
 
 
+def _unit(path: Path, cells: list[tuple[int, dict[str, str], str, float]]) -> float:
+    """Largest score of the table: 100 where a score is above 1 or is written with %, else 1. Rows that name their own maximum,
+    and those where lower is better, say nothing. Raises DataError for a row of the other unit."""
+    free = [cell for cell in cells if not cell[1].get("maximum") and not _lower(cell[1])]
+    percent = any(value > 1 or row[name].endswith("%") for _, row, name, value in free)
+    for line, row, name, value in free:
+        if percent and 0 < value <= 1 and not row[name].endswith("%"):
+            raise DataError(
+                f"{path}, row {line}: {name} of {clean(row['benchmark'])} is {row[name]} in a table of percent: write all scores "
+                "in one unit, or give that row its maximum in a column of that name"
+            )
+    return 100.0 if percent else 1.0
+
+
+def _lower(row: dict[str, str]) -> bool:
+    return row.get("higher_is_better", "").lower() in ("false", "no", "0")
+
+
 def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
     """Source, model, and rows with lower-case column names."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}): save it as UTF-8 text") from error
-    found = [re.match(r"#\s*(source|model)\s*:\s*(.+?)\s*$", line) for line in lines]
-    notes = {match[1]: match[2] for match in found if match}
-    body = [line for line in lines if line.strip() and not line.startswith("#")]
-    reader = csv.DictReader(body, skipinitialspace=True)
-    rows = [{(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
-    if not rows:
+        lines = list(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""))
+        found = [re.match(r"#\s*(source|model)\s*:\s*(.+?)\s*$", line) for line in lines]
+        body = [line for line in lines if line.strip() and not line.startswith("#")]
+        header, *entries = csv.reader(body, skipinitialspace=True, strict=True)
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise DataError(f"{path} cannot be read ({error}): save it as UTF-8 text") from error
+        raise DataError(f"{path} has no rows: give a header line and one line a benchmark") from error
+    except (OSError, csv.Error) as error:
+        raise DataError(
+            f"{path} cannot be read as a CSV table ({error}): save it as UTF-8 text, one line a benchmark"
+        ) from error
+    columns = [name.strip().lower() for name in header]
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path} has two columns {clean(twice)!r}: leave one of them out")
+    for line, entry in enumerate(entries, 1):
+        if len(entry) > len(columns):
+            raise DataError(
+                f"{path}, row {line} has {len(entry)} cells, the header {len(columns)}: quote what holds commas"
+            )
+    if not entries:
         raise DataError(f"{path} has no rows: give a header line and one line a benchmark")
+    notes = {match[1]: match[2] for match in found if match}
+    rows = [dict(itertools.zip_longest(columns, (cell.strip() for cell in entry), fillvalue="")) for entry in entries]
     return notes.get("source", path.name), notes.get("model", MODEL), rows
 
 
 def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: float) -> PublishedScore:
-    lower = row.get("higher_is_better", "").lower() in ("false", "no", "0")
+    lower = _lower(row)
     items, repeats, stderr = (_number(path, line, row, name, least) for name, least in _LEAST.items())
     settings: dict[str, Any] = {name: row[name] for name in _SETTINGS if row.get(name)}
     for name in ("n_shot", "limit"):
         if name in settings:
             settings[name] = int(_number(path, line, row, name) or 0)
+    largest = _number(path, line, row, "maximum", 0) or (1.0 if lower else maximum)
+    if not lower and value > largest:
+        raise DataError(
+            f"{path}, row {line}: {clean(row['benchmark'])} scores {value:g}, above {largest:g}: give the largest possible "
+            "score in a column maximum"
+        )
     return PublishedScore(
         task=row["benchmark"], metric=row.get("metric") or "score", value=value,
-        maximum=_number(path, line, row, "maximum") or (1.0 if lower else maximum), higher_is_better=not lower,
+        maximum=largest, higher_is_better=not lower,
         chance=_number(path, line, row, "chance"), items=None if items is None else int(items),
         repeats=None if repeats is None else int(repeats), stderr=stderr,
         filter=settings.pop("filter", "none"), settings=settings,
@@ -159,9 +201,14 @@ def _nemo_record(files: list[Path], name: str, path: Path, arm: str) -> Record:
 
 def _nemo_task(file: Path, task: str) -> TaskScore:
     rows = sorted(_nemo_rows(file), key=lambda row: (str(row["problem_idx"]), int(row.get("repeat") or 0)))
-    items = []
+    items, seen = [], set()
     for row in rows:
         problem = str(row["problem_idx"])
+        if (problem, row.get("repeat")) in seen:
+            raise DataError(
+                f"{file} holds problem {clean(problem)}, repeat {row.get('repeat') or 0}, twice: give the file of one run"
+            )
+        seen.add((problem, row.get("repeat")))
         target = digest_of(row["expected_answer"]) if row.get("expected_answer") is not None else ""
         items.append(Item(problem, "", target, problem, float(row["reward"])))
     return TaskScore(
@@ -172,19 +219,15 @@ def _nemo_task(file: Path, task: str) -> TaskScore:
 
 def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read ({error}): give a result file of NeMo Evaluator") from error
-    for line, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-            row["problem_idx"], int(row.get("repeat") or 0)
-            if not math.isfinite(float(row["reward"])):
-                raise ValueError(f"reward is {row['reward']}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{file}, line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}"
-            ) from error
-        yield row
+        for line, row in json_lines(file, nan_is_null=True):
+            try:
+                reward = row["reward"]
+                if row["problem_idx"] is None or count(row.get("repeat") or 0) is None or not is_number(reward + 0.0):
+                    raise ValueError(f"reward is {reward}, repeat {row.get('repeat')}")
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                raise ValueError(
+                    f"line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}"
+                ) from error
+            yield row
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}, {clean(error, 300)}: give a result file of NeMo Evaluator") from error

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.records.record import Data, Engine, Record
 from qad import provenance
 from qad.artifact import digest_of, sha256_file
+from qad.errors import DataError
+from qad.untrusted import clean
 
 MODEL = "imported scores"
 
 
+def require_one_model(models: Mapping[Path, str], remedy: str) -> None:
+    """models: file -> the model it names, "" where it names none. Raises DataError naming two that differ."""
+    named = {model: file for file, model in models.items() if model}
+    if len(named) > 1:
+        (a, first), (b, second), *_ = named.items()
+        raise DataError(f"{first} is of the model {clean(a)}, {second} of {clean(b)}: {remedy}")
+
+
 def imported_record(
-    arm: str, data: Data, settings: dict[str, Any], engine: str, files: list[Path], form: str, source: str, model: str
-) -> Record:
-    """A record whose provenance says that it was imported, from what, and the files' hashes."""
+    arm: str, data: Data, settings: dict[str, Any], engine: str, files: list[Path], form: str, source: str, model: str,
+    left_out: Sequence[str] = (),
+) -> Record:  # fmt: skip
+    """A record whose provenance says that it was imported, from what, the files' hashes, and what of them it is without."""
     hashes = {path.name: sha256_file(path) for path in files}
-    facts = {"format": form, "source": source, "files": hashes}
+    facts = {"format": form, "source": source, "files": hashes, "left_out": list(left_out)}
     return Record(
         arm=arm, model=model, checkpoint=digest_of(hashes), settings=settings,
         engine=Engine(engine, "", "", "", f"imported from {form}", emulated=False),

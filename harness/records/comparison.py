@@ -31,6 +31,8 @@ class BenchmarkRow:
 
     recovery None: n/a, `Comparison.not_compared` says why. recovery_above_chance: (candidate - chance) / (bf16 - chance).
     imported: from printed mean scores, so neither paired nor by item; n is 0 and n_shot None where nobody printed them.
+    failed: (failed, sent) requests, of arms where some failed; what failed under one arm counts for none. doubt: why the recovery
+    of an arm decides nothing, whatever its value.
     """
 
     task: str
@@ -48,6 +50,8 @@ class BenchmarkRow:
     limit: int | None = None  # items asked for; not None: a smoke run, not the whole task
     headline: bool = True  # counts in the median; False for every filter of a task but its first
     imported: bool = False
+    failed: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    doubt: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def label(self) -> str:

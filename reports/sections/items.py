@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from harness.records.comparison import BenchmarkRow, Comparison
-from harness.records.record import AccuracyData, Record, TaskScore
+from harness.records.record import ERROR, AccuracyData, Record, TaskScore
 from qad.untrusted import clean
 from reports.numbers import plural
 from reports.parts import Block, Cell, Example, Examples, Group, Heading, Row, Table
@@ -77,13 +77,15 @@ def pairs(records: Iterable[Record]) -> list[Pair]:
 
 
 def _keyed(task: TaskScore) -> dict[tuple[str, str, int], tuple[str, float]]:
-    """(doc_hash, prompt_hash, repeat) -> cluster, score."""
+    """(doc_hash, prompt_hash, repeat) -> cluster, score; without the items whose request failed."""
+    finish = task.outputs.finish if task.outputs else []
     seen: dict[tuple[str, str], int] = {}
     found = {}
-    for item in task.items:
+    for place, item in enumerate(task.items):
         hashes = item.doc_hash, item.prompt_hash
         seen[hashes] = repeat = seen.get(hashes, -1) + 1
-        found[*hashes, repeat] = item.cluster, item.score
+        if place >= len(finish) or finish[place] != ERROR:
+            found[*hashes, repeat] = item.cluster, item.score
     return found
 
 

@@ -29,7 +29,7 @@ NOT_AVAILABLE = Cell("n/a")
 
 def share_cell(estimate: Estimate | None, *, note: str = "") -> Cell:
     if estimate is None:
-        return NOT_AVAILABLE
+        return Cell(NOT_AVAILABLE.text, note)
     return Cell(percent(estimate.value), _detail(percent_interval(estimate), note, estimate.note))
 
 
@@ -110,13 +110,15 @@ def _score_cell(row: BenchmarkRow, arm: str) -> Cell:
     if estimate is None:
         return NOT_AVAILABLE if arm in row.recovery else NOT_MEASURED
     share = row.higher_is_better and 0 <= estimate.value <= 1
-    return share_cell(estimate) if share else number_cell(estimate)
+    failed, sent = row.failed.get(arm, (0, 0))
+    note = f"{failed} of {plural(sent, 'request')} failed" if failed else ""
+    return share_cell(estimate, note=note) if share else number_cell(estimate, note=note)
 
 
 def _recovery_cell(row: BenchmarkRow, arm: str) -> Cell:
     if arm not in row.recovery:
         return NOT_MEASURED
-    return share_cell(row.recovery[arm])
+    return share_cell(row.recovery[arm], note=clean(row.doubt.get(arm, ""), 120))
 
 
 def _over_benchmarks(arm: str, comparison: Comparison, *, worst: bool) -> Cell:

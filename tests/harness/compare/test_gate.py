@@ -40,6 +40,18 @@ def policy(**thresholds: object) -> Policy:
 RECOVERY = {"at_least": 0.99}
 
 
+@pytest.mark.parametrize("threshold", ["median_recovery", "worst_benchmark"])
+@pytest.mark.parametrize(("low", "outcome"), [(1.5, INCONCLUSIVE), (0.5, INCONCLUSIVE)])
+def test_a_doubtful_recovery_is_never_a_pass(threshold: str, low: float, outcome: str) -> None:
+    good, odd = estimate(1.0, 0.995, 1.005), estimate(66.069, low, 80.0)
+    rows = [row("good", qad=good), dataclasses.replace(row("odd", qad=odd), doubt={"qad": "6607% is above 200%"})]
+    found = judge(comparison(rows, qad=good), policy(**{threshold: RECOVERY}))
+    assert found.outcome == outcome
+    assert "6607% is above 200%" in found.paragraph or threshold == "worst_benchmark"
+    failing = [*rows, row("bad", qad=estimate(0.5, 0.4, 0.6))]
+    assert judge(comparison(failing, qad=good), policy(worst_benchmark=RECOVERY)).outcome == FAIL
+
+
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [

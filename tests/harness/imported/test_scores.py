@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from harness.compare.contrasts import PairedScores
+from harness.compare.gate import judge
+from harness.compare.policy import load_policy
 from harness.compare.published import published_rows, standard_error
 from harness.compare.recovery import compare
 from harness.imported.scores import read_imported
 from harness.records.comparison import Comparison, standing
 from harness.records.record import AccuracyData, PublishedScore, Record, ScoresData
+from harness.records.verdict import INCONCLUSIVE
 from harness.statistics.intervals import Floats
 from qad.errors import DataError
 
@@ -188,6 +191,19 @@ def test_settings_of_printed_scores_have_to_agree(tmp_path: Path) -> None:
         ("benchmark,bf16,stderr\narc,50,-2\n", "stderr is '-2', expected 0 or more"),
         ("benchmark,bf16\narc,50\narc,51\n", "row 2: arc of bf16 is there already: leave one of the two out"),
         ("task,bf16\narc,1\n", "has the columns task, bf16"),
+        ("benchmark,bf16,qad\nmmlu,0.858,61.0\n", "row 1: bf16 of mmlu is 0.858 in a table of percent"),
+        ("benchmark,bf16,qad\nmmlu,85.8,61.0\ngsm8k,0.9,0.55\n", "row 2: bf16 of gsm8k is 0.9 in a table of percent"),
+        ("benchmark,bf16,qad\nmmlu,85.8%,0.847\n", "row 1: qad of mmlu is 0.847 in a table of percent"),
+        ("benchmark,bf16,qad\nmmlu,0.5%,0.4\n", "row 1: qad of mmlu is 0.4 in a table of percent"),
+        ("benchmark,arm,score\nmmlu,bf16,85.8\nmmlu,qad,0.61\n", "row 2: score of mmlu is 0.61 in a table of percent"),
+        ("benchmark,bf16,qad\nocr,855,858\n", "row 1: ocr scores 855, above 100: give the largest possible score"),
+        ("benchmark,bf16,qad,maximum\nocr,855,1858,1000\n", "ocr scores 1858, above 1000"),
+        (
+            "benchmark,bf16,qad,items\nmmlu,85.8,84.7,14,042\n",
+            "row 1 has 5 cells, the header 4: quote what holds commas",
+        ),
+        ("benchmark,bf16,BF16\nmmlu,85.8,84.7\n", "has two columns 'bf16'"),
+        ('benchmark,bf16\n"mmlu,85.8\n', "cannot be read as a CSV table"),
         ("benchmark,n_shot\narc,1\n", "has the columns"),
         ("benchmark,bf16\n", "has no rows"),
         ("benchmark,bf16\narc,n/a\n", "holds no score"),
@@ -197,6 +213,63 @@ def test_a_bad_table_is_refused_in_one_line(tmp_path: Path, text: str, message: 
     with pytest.raises(DataError, match=message) as caught:
         read(tmp_path / "bad.csv", text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sign", ["", "%"])
+def test_percent_is_percent_with_and_without_its_sign(tmp_path: Path, sign: str) -> None:
+    small = f"benchmark,bf16,qad,maximum\nhle,0.9{sign},0.8{sign},{'' if sign else 100}\nmmlu,85.8{sign},0{sign},\n"
+    found = compare(read(tmp_path / "t.csv", small))
+    assert [row.score["bf16"].value for row in found.benchmarks] == pytest.approx([0.009, 0.858])
+
+
+def test_a_recovery_that_is_not_plausible_is_named_and_passes_nothing(tmp_path: Path) -> None:
+    """AIME of a broken baseline: a bounded score that more than doubles is a mistake before it is a success."""
+    text = "benchmark,bf16,qad,stderr,maximum\naime,0.858,61,0.01,100\nmmlu,80,80,0.01,100\n"
+    found = compare(read(tmp_path / "t.csv", text))
+    assert list(found.benchmarks[0].doubt) == ["qad"]
+    assert any("is above 200%, which is not plausible" in note for note in found.not_compared)
+    verdict = judge(found, load_policy("drop-1pct"))
+    assert verdict.outcome == INCONCLUSIVE
+    perplexity = "benchmark,bf16,qad,higher_is_better,stderr\nppl,30,10,false,0.01\n"
+    assert not compare(read(tmp_path / "p.csv", perplexity)).benchmarks[0].doubt, "perplexity has no largest value"
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\n", "\r\n"])
+def test_a_quoted_cell_may_hold_any_separator(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "t.csv").write_bytes(f'benchmark,bf16\r\n"a{separator}b",85.8\r\nc,3\r\n'.encode())
+    (record,) = read_imported(tmp_path / "t.csv", "bf16") or []
+    assert isinstance(record.data, ScoresData)
+    assert [score.task for score in record.data.scores] == [f"a{separator}b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "value", "low", "code"),
+    [
+        (",0", 0.796, None, 3),  # printed as 0 and no n: nobody knows
+        (",0,1000", 0.796, 0.9641, 3),  # n gives one
+        (",0.0001", 0.796, 0.9947, 0),
+        (",0.0001", 0.78, 0.9747, 1),
+    ],
+)
+def test_a_standard_error_of_exactly_0_is_a_missing_one(
+    tmp_path: Path, extra: str, value: float, low: float | None, code: int
+) -> None:
+    columns = "stderr,items" if extra.count(",") == 2 else "stderr"
+    text = f"benchmark,arm,score,{columns}\nmmlu,bf16,0.8{extra}\nmmlu,qad,{value}{extra}\n"
+    found = compare(read(tmp_path / "t.csv", text))
+    recovery = found.benchmarks[0].recovery["qad"]
+    assert recovery is not None
+    assert recovery.low == (None if low is None else pytest.approx(low, abs=5e-4))
+    assert judge(found, load_policy("drop-1pct")).exit_code == code
+    said = [note for note in found.not_compared if "printed as 0" in note]
+    assert len(said) == (2 if extra.startswith(",0,") or extra == ",0" else 0)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_none_or_all_right_of_n_has_an_error_too(value: float) -> None:
+    found = standard_error(PublishedScore("t", "acc", value, 1.0, True, None, 1000, None, 0.0))
+    assert found == pytest.approx((0.5 * 0.5 / 1001 / 1000) ** 0.5, rel=1e-3)
+    assert standard_error(PublishedScore("t", "acc", value, 1.0, True, None, None, None, 0.0)) is None
 
 
 def test_noise_of_a_rerun() -> None:
@@ -271,6 +344,73 @@ def test_lm_eval_runs_under_other_settings_are_refused(tmp_path: Path) -> None:
         compare(records)
 
 
+def changed(folder: Path, **changes: Any) -> Path:
+    """The result file of an lm-eval folder, with other values at its top."""
+    (file,) = folder.rglob("results_*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return file
+
+
+def test_two_models_in_one_folder_are_both_named(tmp_path: Path) -> None:
+    lm_eval_folder(tmp_path / "out" / "a", 80)
+    other = lm_eval_folder(tmp_path / "out" / "b", 76)
+    (samples,) = other.glob("samples_*")
+    samples.unlink()
+    row = {"results": {"piqa": {"acc,none": 0.4}}}
+    changed(other, **row)
+    assert len(imported(tmp_path / "out", "qad")) == 2, "another task of the same model"
+    for names in ({"model_name": "org/other"}, {"model_name": None, "config": {"model_args": {"pretrained": "org/other"}}},
+                  {"model_name": "", "config": {"model_args": "pretrained=org/other"}}):  # fmt: skip
+        changed(other, **row, **names)
+        with pytest.raises(
+            DataError, match=r"is of the model org/model, .* of .*org/other: give the folder of one model"
+        ):
+            read_imported(tmp_path / "out", "qad")
+
+
+def test_rows_without_a_score_and_groups_without_their_tasks_are_named(tmp_path: Path) -> None:
+    for arm in ("bf16", "qad"):
+        folder = lm_eval_folder(tmp_path / arm, 80, samples=False)
+        changed(folder, results={
+            "arc": {"alias": "arc", "acc,none": 0.8, "acc_stderr,none": 0.04},
+            "whole": {"acc,none": 0.7, "acc_stderr,none": 0.01}, "parted": {"acc,none": 0.6, "acc_stderr,none": 0.01},
+            "empty": {"alias": "empty"}, "nan": {"acc,none": float("nan")}, "text": {"acc,none": "N/A"},
+        }, group_subtasks={"whole": ["arc"], "parted": ["arc", "gone", "away"]})  # fmt: skip
+    found = compare([*imported(tmp_path / "bf16", "bf16"), *imported(tmp_path / "qad", "qad")])
+    assert [row.task for row in found.benchmarks] == ["arc", "parted"]
+    for arm in ("bf16", "qad"):
+        for note in (f"{arm}, parted: of its 3 tasks gone, away are not in results_2026-01-01T00-00-00.json",
+                     *(f"{arm}, {task}: its row in results_2026-01-01T00-00-00.json has no score that is a number"
+                       for task in ("empty", "nan", "text"))):  # fmt: skip
+            assert note in found.not_compared
+
+
+def test_scores_of_a_hundred_are_not_shares_of_one(tmp_path: Path) -> None:
+    folder = lm_eval_folder(tmp_path / "a", 80, samples=False)
+    changed(folder, results={"wmt": {"bleu,none": 34.2}, "ppl": {"perplexity,none": 12.5}},
+            higher_is_better={"ppl": {"perplexity": False}})  # fmt: skip
+    (record,) = imported(folder, "bf16")
+    assert isinstance(record.data, ScoresData)
+    assert [(s.task, s.value, s.maximum) for s in record.data.scores] == [("wmt", 34.2, 100.0), ("ppl", 12.5, 1.0)]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_newline_alone_ends_a_line_of_samples(tmp_path: Path, separator: str) -> None:
+    plain = imported(lm_eval_folder(tmp_path / "plain", 80), "bf16")[0].data
+    folder = lm_eval_folder(tmp_path / "a", 80)
+    (samples,) = folder.glob("samples_*")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows[7]["doc"]["q"] = f"a{separator}b"
+    samples.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert imported(folder, "bf16")[0].data == plain
+    nemo_folder = nemo(tmp_path / "aime25", 20)
+    expected = imported(nemo_folder, "bf16")[0].data
+    lines = (nemo_folder / "results.jsonl").read_text().splitlines()
+    lines[3] = json.dumps({**json.loads(lines[3]), "response": f"a{separator}b"}, ensure_ascii=False)
+    (nemo_folder / "results.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert imported(nemo_folder, "bf16")[0].data == expected
+
+
 def test_a_damaged_lm_eval_folder(tmp_path: Path) -> None:
     folder = lm_eval_folder(tmp_path / "a", 80)
     (folder / "results_2026-01-01T00-00-00.json").write_text("{")
@@ -308,7 +448,17 @@ def test_nemo_evaluator_repeats_are_clusters(tmp_path: Path) -> None:
     assert single.data.tasks[0].task == "aime25"
 
 
-@pytest.mark.parametrize("line", ['{"problem_idx": 3}', '{"problem_idx": 3, "reward": NaN}'])
+def test_a_problem_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    folder = nemo(tmp_path / "aime25", 20)
+    with (folder / "results.jsonl").open("a") as file:
+        file.write('{"problem_idx": 3, "reward": 1.0, "repeat": 2}\n')
+    with pytest.raises(DataError, match="holds problem 3, repeat 2, twice"):
+        read_imported(folder, "bf16")
+
+
+@pytest.mark.parametrize("line", ['{"problem_idx": 3}', '{"problem_idx": 3, "reward": NaN}', '{"problem_idx": 3, "reward": "1"}',
+                                  '{"problem_idx": 3, "reward": 1, "reward": 0}', '{"problem_idx": 3, "reward": 1e999}', "7",
+                                  '{"problem_idx": 3, "reward": 1, "repeat": -1}', "[" * 100_000])  # fmt: skip
 def test_a_damaged_nemo_file_names_its_line(tmp_path: Path, line: str) -> None:
     folder = nemo(tmp_path / "aime25", 20)
     with (folder / "results.jsonl").open("a") as file:
