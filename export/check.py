@@ -45,6 +45,7 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
 def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from files.e11_files(folder)
     yield from metadata.e1_places_agree(folder)
+    yield from metadata.e1_dtype(folder)
     yield from metadata.e2_algorithm(folder)
     if (folder.algorithm is not None and folder.algorithm not in metadata.checked()) or metadata.unchecked_layers(
         folder

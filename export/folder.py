@@ -23,9 +23,10 @@ from export.layouts.exclude import equal_or_regex, names_asked
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout, code_dtypes, scale_leaves
 from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
-from qad.artifact import MANIFEST
+from qad.artifact import MANIFEST, STAGE_FILE
 from qad.errors import UsageError
 from qad.model.bounds import OversizedError
+from qad.model.built_config import ties_embeddings
 from qad.model.families import Family, family_of
 from qad.numerics.formats import (
     BLOCK_SCALE,
@@ -241,8 +242,9 @@ class Folder:
 
     @property
     def casts_kv_cache(self) -> bool:
-        """Its manifest says that the KV cache was meant to have no scales."""
-        return mapping((read_json(self.path / MANIFEST) or {}).get("config")).get("kv_cache") == CAST
+        """Its manifest, or that of the stage that is making it, says that the KV cache was meant to have no scales."""
+        manifest = read_json(self.path / MANIFEST) or read_json(self.path / STAGE_FILE) or {}
+        return mapping(manifest.get("config")).get("kv_cache") == CAST
 
     @functools.cached_property
     def family(self) -> Family:
@@ -256,7 +258,7 @@ class Folder:
 
     @property
     def tied(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings"))
+        return ties_embeddings(self.config)
 
     def get(self, name: str) -> Tensor:
         """One tensor, memory-mapped, as it is stored."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
-from qad.model.bounds import OversizedError, built_for, require_bounded
+from qad.model.bounds import OversizedError, built_for
+from qad.model.built_config import built_config, quiet
 from qad.model.experts import split_experts
 
 
@@ -22,19 +22,6 @@ class Skeleton:
     embeddings: frozenset[str]
     parameters: dict[str, tuple[int, ...]]
     buffers: frozenset[str]
-
-
-def model_config(config: dict[str, Any]) -> Any | None:
-    """The transformers configuration; None for what transformers does not know or does not understand. Raises OversizedError."""
-    from transformers import CONFIG_MAPPING
-
-    require_bounded(config)
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    with _quiet():
-        try:
-            return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
-        except Exception:  # transformers raises anything for a config it does not understand
-            return None
 
 
 def build_skeleton(config: dict[str, Any], shapes: Iterable[tuple[int, ...]]) -> Skeleton | None:
@@ -50,10 +37,10 @@ def _build(config: str, shapes: tuple[tuple[int, ...], ...]) -> Skeleton | None:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    built = model_config(json.loads(config))
+    built = built_config(json.loads(config))
     if built is None:
         return None
-    with _quiet():
+    with quiet():
         try:
             with torch.device("meta"), built_for(shapes):
                 model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
@@ -69,16 +56,3 @@ def _build(config: str, shapes: tuple[tuple[int, ...], ...]) -> Skeleton | None:
         {n: tuple(p.shape) for n, p in model.named_parameters()},
         frozenset(n for n, _ in model.named_buffers()),
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers thinks of a broken config is told by the findings."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from export.card import git_attributes, model_card
+from export.check import check
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
-from export.layouts.config_files import write_config_files, write_index
+from export.layouts.config_files import in_bfloat16, write_config_files, write_index
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import scheme_of
 from export.store import Unit, units
@@ -20,7 +21,7 @@ from qad.arms.arm import Arm, open_arm
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of_arm
 from qad.artifact import Artifact, open_artifact, require_apart, run_stage
-from qad.errors import SourceError, StorageError, UsageError
+from qad.errors import BrokenCheckpointError, SourceError, StorageError, UsageError
 from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
 
@@ -46,9 +47,10 @@ def export_arm(
 ) -> Artifact:
     """Write a PTQ or QAD arm as an NVFP4 checkpoint; a finished export of the same arm is reused.
 
-    An interrupted one goes on behind its last whole shard. Peak memory is below two scale groups. Raises UsageError for an
-    unknown layout or an `out` that would touch arm or source, SourceError for NaN or Inf (nothing is left under the
-    final name), ArtifactError for an arm that does not fit its source, StorageError when writing fails.
+    An interrupted one goes on behind its last whole shard. Peak memory is below two scale groups.
+    Raises UsageError for an unknown layout or an `out` that would touch arm or source, SourceError for NaN or Inf (nothing is
+    left under the final name), BrokenCheckpointError where the checker refuses what came out, ArtifactError for an arm that
+    does not fit its source, StorageError when writing fails.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown: use one of {', '.join(LAYOUTS)}")
@@ -70,10 +72,24 @@ def export_arm(
         require_room(folder, _bytes(shards) - files.bytes)
         _metadata(opened, folder, shards, LAYOUTS[layout])
         _weights(opened, files, shards)
-        return files.finish()
+        hashes = files.finish()
+        _require_sound(folder)
+        return hashes
 
     origin = origin_of_arm(finished)
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
+
+
+def _require_sound(folder: Path) -> None:
+    """Nothing is called finished that `qad check` would refuse. Raises BrokenCheckpointError."""
+    errors = [finding for finding in check(folder) if finding.severity == "error"]
+    if errors:
+        first = errors[0]
+        more = f" and {len(errors) - 1} more" if errors[1:] else ""
+        raise BrokenCheckpointError(
+            f"the export does not pass its own check: {first.rule} {first.module} {first.message}{more}. It stays unfinished in "
+            f"{folder}; report this, with `qad check {folder}`"
+        )
 
 
 def plan_shards(all_units: list[Unit], shard_size: int) -> dict[str, list[Unit]]:
@@ -127,7 +143,7 @@ def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Lay
             folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
         )
     scheme = scheme_of(arm.selection, entries, arm.kv_cache)
-    write_config_files(folder, arm.config, layout, scheme)
+    write_config_files(folder, in_bfloat16(arm.config), layout, scheme)
     own_files = _own_files(arm.source.folder)
     for path in own_files:
         target = folder / path.relative_to(arm.source.folder)

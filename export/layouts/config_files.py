@@ -14,6 +14,7 @@ from export.layouts.scheme import Scheme
 CONFIG = "config.json"
 NESTED = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
+DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers' name since version 5, and before
 
 
 def quantization_blocks(layout: Layout, scheme: Scheme) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -29,6 +30,18 @@ def write_config_files(folder: Path, config: dict[str, Any], layout: Layout, sch
     write_json(folder / CONFIG, {**config, "quantization_config": outer})
     if nested is not None:
         write_json(folder / NESTED, nested)
+
+
+def in_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
+    """The source's config.json for what was exported from it: engines compute in the dtype that it names, and the tensors are
+    BF16 now, whatever they were."""
+    said = {key: "bfloat16" for key in DTYPE_KEYS if config.get(key)}
+    parts = {name: in_bfloat16(part) for name, part in config.items() if isinstance(part, dict) and _says_dtype(part)}
+    return {**config, **(said or {"dtype": "bfloat16"}), **parts}
+
+
+def _says_dtype(part: dict[str, Any]) -> bool:
+    return any(part.get(key) for key in DTYPE_KEYS)
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from export.folder import Folder
 from export.layouts.config_files import CONFIG
 from export.rules.findings import Finding, error, warning
-from export.skeleton import model_config
 from qad.errors import SourceError
 from qad.model.bounds import OversizedError
+from qad.model.built_config import built_config
 from qad.model.loader import load_tokenizer
 from qad.model.source import Checkpoint
 
@@ -66,7 +66,7 @@ def _ids(tokenizer: Any) -> list[int]:
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """As transformers reads it: defaults filled in, old spellings renamed; as it is where transformers cannot."""
     try:
-        built = model_config(config)
+        built = built_config(config)
     except OversizedError:
         built = None
     return config if built is None else dict(built.to_dict())

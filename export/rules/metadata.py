@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from export.folder import Folder
+from export.folder import FLOATING, Folder
+from export.layouts.config_files import DTYPE_KEYS
 from export.layouts.exclude import compressed_tensors_quantizes
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
@@ -54,6 +55,22 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     scheme, algorithm = outer.get("kv_cache_scheme"), nested.get("kv_cache_quant_algo")
     bits = mapping(scheme).get("num_bits") if isinstance(scheme, dict) else {"FP8": 8, "NVFP4": 4}.get(str(scheme))
     yield from _same("KV cache bits", bits, {"FP8": 8, "NVFP4": 4}.get(str(algorithm)))
+
+
+def e1_dtype(folder: Folder) -> Iterator[Finding]:
+    """Engines compute in the dtype that config.json names, and cast what has another one."""
+    found = {entry.dtype for name, (_, entry) in folder.tensors.items() if _plain_weight(folder, name, entry.dtype)}
+    for part in (folder.config, mapping(folder.config.get("text_config"))):
+        said = next((part[key] for key in DTYPE_KEYS if part.get(key)), None)
+        stored = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(said))
+        if stored and found and stored not in found:
+            yield warning("E1", "config.json", f"says dtype {said}, and its unquantized weights are {', '.join(sorted(found))}: "
+                          f"engines compute in {said}", f"set dtype to what the weights are, or {_AGAIN}")  # fmt: skip
+
+
+def _plain_weight(folder: Folder, name: str, dtype: str) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and dtype in FLOATING and module not in folder.packed
 
 
 def _method(folder: Folder) -> Iterator[Finding]:

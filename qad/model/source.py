@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
+from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
 from qad.untrusted import header_faults, json_with_faults, regular_bytes
 from qad.untrusted.yaml_text import strict_yaml
@@ -27,16 +28,29 @@ _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "
              "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
              "additional_chat_templates/*"]  # fmt: skip
 DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
+_SCALES = (
+    "weight_scale_inv",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_scale",
+    "activation_scale",
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. dtype in safetensors' words: BF16, F16, F32, F8_E4M3, U8 ..."""
+    """Where a tensor lies.
+
+    dtype: in safetensors' words: BF16, F16, F32, F8_E4M3, U8 ...
+    stored: its name in the file, where that is another one.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    stored: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +63,9 @@ class Checkpoint:
 
     def get(self, name: str) -> Tensor:
         """One tensor, memory-mapped, in its stored dtype."""
-        with safe_open(self.tensors[name].file, framework="pt") as file:
-            return file.get_tensor(name)
+        info = self.tensors[name]
+        with safe_open(info.file, framework="pt") as file:
+            return file.get_tensor(info.stored or name)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -81,7 +96,7 @@ class Checkpoint:
     @property
     def tied_embeddings(self) -> bool:
         """Head and embedding are one weight; a head that is stored all the same is not used."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return ties_embeddings(self.config)
 
     @property
     def embedding(self) -> str | None:
@@ -118,10 +133,37 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
             raise SourceError(
                 f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original"
             )
-    checkpoint = Checkpoint(folder, config, tensors)
+    checkpoint = _with_embedding(Checkpoint(folder, config, tensors))
     if not allow_quantized:
+        _require_applied_scales(checkpoint)
         _require_one_head(checkpoint)
     return checkpoint
+
+
+def _with_embedding(checkpoint: Checkpoint) -> Checkpoint:
+    """Of a tied head and embedding a file may hold either (safetensors' `save_model` does): what is there is the embedding."""
+    if checkpoint.embedding is not None or checkpoint.head not in checkpoint.tensors or not checkpoint.tied_embeddings:
+        return checkpoint
+    name = embedding_name(checkpoint.config, [info.shape for info in checkpoint.tensors.values()])
+    if name is None:
+        return checkpoint
+    tensors = {
+        name if stored == checkpoint.head else stored: dataclasses.replace(info, stored=stored)
+        if stored == checkpoint.head
+        else info
+        for stored, info in checkpoint.tensors.items()
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _require_applied_scales(checkpoint: Checkpoint) -> None:
+    """A checkpoint that was decoded from FP8 and kept its block scales: nobody knows whether they were applied."""
+    left = next((name for name in checkpoint.tensors if name.endswith(_SCALES)), None)
+    if left is not None:
+        raise SourceError(
+            f"{checkpoint.folder} holds {left}, a scale beside unquantized weights: nothing tells whether it was applied. Decode "
+            "the original again, or remove the scales where you know that they were"
+        )
 
 
 def _require_one_head(checkpoint: Checkpoint) -> None:
@@ -131,8 +173,8 @@ def _require_one_head(checkpoint: Checkpoint) -> None:
         return
     if not torch.equal(checkpoint.get(checkpoint.head), checkpoint.get(embedding)):
         raise SourceError(
-            f"{checkpoint.folder}: config.json says head and embedding are tied, but {checkpoint.head} differs from {embedding}: "
-            f"set tie_word_embeddings to false, or remove {checkpoint.head}"
+            f"{checkpoint.folder}: head and embedding are tied, but {checkpoint.head} differs from {embedding} (config.json says "
+            f"so, or leaves it to its class, which does): set tie_word_embeddings to false, or remove {checkpoint.head}"
         )
 
 
