@@ -47,6 +47,7 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from metadata.e1_places_agree(folder)
     yield from metadata.e1_dtype(folder)
     yield from metadata.e2_algorithm(folder)
+    yield from metadata.e2_not_computed(folder)
     if (folder.algorithm is not None and folder.algorithm not in metadata.checked()) or metadata.unchecked_layers(
         folder
     ):

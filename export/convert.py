@@ -38,7 +38,8 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
     behind its last whole file.
 
     Peak memory is one tensor. Raises UsageError for an unknown layout, a folder that has it already, is not quantized, has
-    another format than those of qad.numerics.formats, or whose KV cache the layout has no words for; BrokenCheckpointError
+    another format than those of qad.numerics.formats, asks for more than is computed here, or whose KV cache the layout has
+    no words for; BrokenCheckpointError
     for one that `qad check` refuses, a half converted one among them; StorageError when writing fails.
     """
     if layout not in LAYOUTS:
@@ -77,6 +78,7 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     errors = [finding for finding in check(folder.path) if finding.severity == "error"]
     if errors:
         raise BrokenCheckpointError(_refusal(folder, errors))
+    require_computed(folder, "converted")
     if folder.layout is target:
         raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")
     if folder.kv_cache not in (None, "FP8"):
@@ -84,6 +86,15 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     assert folder.algorithm is not None
     layers = {module: folder.format_of(module) for module in in_model_order(folder)}
     return Scheme(folder.algorithm, excluded_names(folder), folder.kv_cache, layers)
+
+
+def require_computed(folder: Folder, what: str) -> None:
+    """Raises UsageError where metadata written anew would no longer ask for what the folder's own ask for."""
+    if folder.not_computed:
+        raise UsageError(
+            f"{folder.path} asks for {', '.join(folder.not_computed[:4])}, which is unknown here and would be lost: it cannot be "
+            f"{what}; serve it as it is, or make it again with the tool that wrote it"
+        )
 
 
 def in_model_order(folder: Folder) -> list[str]:

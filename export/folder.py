@@ -25,6 +25,7 @@ from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST, STAGE_FILE
 from qad.errors import UsageError
+from qad.model.announced import not_computed, per_token
 from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
 from qad.model.families import Family, family_of
@@ -77,6 +78,11 @@ class Folder:
         """`quantization` of hf_quant_config.json, empty where absent."""
         return mapping((self.nested or {}).get("quantization"))
 
+    @property
+    def not_computed(self) -> list[str]:
+        """Keys of the metadata that ask for more than this tool computes (qad.model.announced)."""
+        return not_computed(self.quantization, self.nested_quantization)
+
     @functools.cached_property
     def targets(self) -> list[str]:
         """compressed-tensors: what the config groups quantize, module types, names and `re:` patterns. Without the endless."""
@@ -118,6 +124,8 @@ class Folder:
         groups = self._groups
         places = (self.quantization or {}, *groups)
         formats = {str(place["format"]) for place in places if place.get("format")}
+        if any(map(per_token, groups)) and not self._stores_input_scales:
+            return f"{', '.join(sorted(formats))} with inputs scaled token by token"
         foreign = formats - format_names()
         if (foreign or self._says_channels) and self._holds_other_formats:
             return ", ".join(sorted(formats))
@@ -130,6 +138,11 @@ class Folder:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [mapping(group) for group in mapping((self.quantization or {}).get("config_groups")).values()]
+
+    @property
+    def _stores_input_scales(self) -> bool:
+        leaves = tuple(f".{self.layout.leaf(format, INPUT_SCALE)}" for format in FORMATS)
+        return any(name.endswith(leaves) for name in self.tensors)
 
     @property
     def _holds_other_formats(self) -> bool:

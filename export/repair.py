@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from export.check import check
-from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order
+from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order, require_computed
 from export.files.json_files import read_json
 from export.files.safetensors_writer import write_file
 from export.folder import Folder, open_folder
@@ -58,7 +58,8 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
     nothing was written.
 
     source: the arm it was exported from, for what needs quantizing again. Raises BrokenCheckpointError where errors would
-    remain, UsageError where `source` is not the arm the folder came from, StorageError when writing fails.
+    remain, UsageError where `source` is not the arm the folder came from or the folder asks for more than is computed here,
+    StorageError when writing fails.
     """
     require_apart(out, {"checkpoint": folder, **({"arm": source} if source else {})})
     if source is not None:
@@ -99,6 +100,7 @@ def _remaining(folder: Path, errors: list[Finding]) -> str:
 
 def _plan(path: Path, errors: list[Finding]) -> _Plan:
     folder = open_folder(path)
+    require_computed(folder, "repaired")
     done: list[str] = []
     stale = _stale_files(folder)
     if stale:

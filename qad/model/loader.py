@@ -16,10 +16,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from qad.errors import SourceError
+from qad.model.announced import not_computed
 from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import split_experts
 from qad.model.source import Checkpoint
 from qad.numerics.widened import multiplies_bfloat16
+from qad.untrusted import mapping
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNLOADABLE = (
@@ -66,11 +68,18 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     """The model in eval mode, without gradients, on `device`, its parameters in `dtype`.
     attention: transformers' name of an attention kernel, None for its choice.
 
-    Raises SourceError where transformers does not know the architecture or a weight is missing.
+    Raises SourceError where transformers does not know the architecture, a weight is missing, or a quantized folder asks for
+    more than is computed here.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    unknown = not_computed(mapping(source.config.get("quantization_config")))
+    if unknown:
+        raise SourceError(
+            f"{source.folder} asks for {', '.join(unknown[:4])}, which is not computed here: what would be measured is not the "
+            "model that is served; measure it through the engine that serves it (--server)"
+        )
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
