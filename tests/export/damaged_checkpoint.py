@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -51,6 +52,18 @@ class Checkpoint:
                 (out / name).write_bytes(data)
         return out
 
+    def equals(self, other: Checkpoint) -> bool:
+        """In every byte of what lies in the folder, whatever was marked as changed."""
+
+        def contents(c: Checkpoint) -> list[object]:
+            tensors = [
+                (file, name, t) for file, tensors in sorted(c.files.items()) for name, t in sorted(tensors.items())
+            ]
+            return [(file, name, t.dtype, t.shape, _bytes(t)) for file, name, t in tensors]
+
+        replaced = {name for name, data in self.raw.items() if data != _read(self.folder / name)}
+        return not replaced and self.json == other.json and contents(self) == contents(other)
+
     # --- places ---
 
     @property
@@ -67,6 +80,10 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         return sorted(name for tensors in self.files.values() for name in tensors)
+
+    @property
+    def kv_scale_names(self) -> list[str]:
+        return [name for name in self.names if name.endswith((".k_scale", ".v_scale"))]
 
     @property
     def modules(self) -> list[str]:
@@ -114,4 +131,76 @@ class Checkpoint:
             index["weight_map"][name] = file
 
 
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+# --- what a damage needs to have a place ---
+
+
+def anything(c: Checkpoint) -> bool:
+    return True
+
+
+def inputs(c: Checkpoint) -> bool:
+    return any(c.has(f"{module}.{c.layout.input_scale}") for module in c.modules)
+
+
+def no_inputs(c: Checkpoint) -> bool:
+    return not inputs(c)
+
+
+def kv_scales(c: Checkpoint) -> bool:
+    return bool(c.kv_scale_names)
+
+
+def experts(c: Checkpoint) -> bool:
+    return any(".experts." in name for name in c.names)
+
+
+def tied(c: Checkpoint) -> bool:
+    return bool(c.json[CONFIG]["tie_word_embeddings"])
+
+
+def untied(c: Checkpoint) -> bool:
+    return not tied(c)
+
+
+def index(c: Checkpoint) -> bool:
+    return INDEX in c.json
+
+
 Kind = Callable[[Checkpoint, random.Random], None]
+REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """One kind of damage.
+
+    rule: of the checker, which must say an error. REFUSED: the folder is not read at all.
+    make: the damage, at a place drawn from the generator.
+    needs: true of the checkpoints that have a place for it.
+    only: the one layout that has a place for it.
+    """
+
+    rule: str
+    make: Kind
+    needs: Callable[[Checkpoint], bool] = anything
+    only: str | None = None
+
+    def at(self, original: Checkpoint, seed: str, out: Path) -> Path:
+        """The damaged folder. A damage that changes nothing is a fault of the test."""
+        checkpoint = original.copy()
+        self.make(checkpoint, random.Random(seed))
+        assert not checkpoint.equals(original), f"the damage of {seed!r} changed nothing"
+        return checkpoint.write(out)
+
+
+def pairs(kinds: dict[str, Damage]) -> list[tuple[str, str]]:
+    """(kind, layout) that have a place."""
+    return [(kind, name) for kind, damage in kinds.items() for name in LAYOUTS if damage.only in (None, name)]

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from damaged_checkpoint import NESTED, Checkpoint, Kind
+from damaged_checkpoint import NESTED, Checkpoint, Damage, Kind
 from tensor_corruptions import How
-
-from export.layouts.layout import MODELOPT
 
 
 def lose(leaf: str) -> Kind:
@@ -90,10 +88,9 @@ def listed(change: Callable[[dict[str, Any], str, random.Random], object], both:
     """Of the ModelOpt layout: change quantized_layers at a module."""
 
     def kind(c: Checkpoint, r: random.Random) -> None:
-        if c.layout is MODELOPT:
-            module, seed = r.choice([*c.modules, *c.eight_bit_modules]), r.random()
-            for place in places(c) if both else r.choice([places(c)[:1], places(c)[1:]]):
-                change(place["quantized_layers"], module, random.Random(seed))
+        module, seed = r.choice([*c.modules, *c.eight_bit_modules]), r.random()
+        for place in places(c) if both else r.choice([places(c)[:1], places(c)[1:]]):
+            change(place["quantized_layers"], module, random.Random(seed))
 
     return kind
 
@@ -105,26 +102,23 @@ def other_algorithm(layers: dict[str, Any], module: str, r: random.Random) -> No
 
 def first_found(c: Checkpoint, r: random.Random) -> None:
     """TensorRT-LLM takes the first key that contains the name, of fused members that of the first."""
-    if c.layout is MODELOPT:
-        module = r.choice([m for m in c.eight_bit_modules if m.endswith(("q_proj", "o_proj"))])
-        for place in places(c):
-            place["quantized_layers"] = {
-                f"draft.{module}": {"quant_algo": "NVFP4", "group_size": 16},
-                **place["quantized_layers"],
-            }
+    module = r.choice([m for m in c.eight_bit_modules if m.endswith(("q_proj", "o_proj"))])
+    for place in places(c):
+        place["quantized_layers"] = {
+            f"draft.{module}": {"quant_algo": "NVFP4", "group_size": 16},
+            **place["quantized_layers"],
+        }
 
 
 def whole_algorithm(c: Checkpoint, r: random.Random) -> None:
-    if c.layout is MODELOPT:
-        algorithm = r.choice(["NVFP4", "W4A16_NVFP4", "FP8"])
-        for place in places(c):
-            place["quant_algo"] = algorithm
+    algorithm = r.choice(["NVFP4", "W4A16_NVFP4", "FP8"])
+    for place in places(c):
+        place["quant_algo"] = algorithm
 
 
 def layers_lost(c: Checkpoint, r: random.Random) -> None:
-    if c.layout is MODELOPT:
-        for place in places(c):
-            del place["quantized_layers"]
+    for place in places(c):
+        del place["quantized_layers"]
 
 
 def group(change: Callable[[dict[str, Any], random.Random], object]) -> Kind:
@@ -135,50 +129,76 @@ def group(change: Callable[[dict[str, Any], random.Random], object]) -> Kind:
     return kind
 
 
+def target_lost(g: dict[str, Any], r: random.Random) -> None:
+    g["targets"].pop(r.randrange(len(g["targets"])))
+
+
+def activations_lost(bits: int) -> Kind:
+    def kind(c: Checkpoint, r: random.Random) -> None:
+        groups = c.quantization["config_groups"].values()
+        next(g for g in groups if g["weights"]["num_bits"] == bits)["input_activations"] = None
+
+    return kind
+
+
 def target_moved(c: Checkpoint, r: random.Random) -> None:
     a, b = c.quantization["config_groups"].values()
     b["targets"].append(a["targets"].pop(r.randrange(len(a["targets"]))))
 
 
-EIGHT_BIT_KINDS: dict[str, Kind] = {
-    "values lost": lose("weight"),
-    "weight scale lost": lose("weight_scale"),
-    "input scale of FP8 lost": lose("input_scale"),
-    "NaN value": change("weight", byte(0x7F, 0xFF)),
-    "values as bytes": change("weight", lambda t, r: t.view(r.choice([torch.uint8, torch.int8]))),
-    "values as the other FP8": change("weight", lambda t, r: t.view(torch.float8_e5m2)),
-    "values as floats": change("weight", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32]))),
-    "values of half the width": change("weight", lambda t, r: t[:, ::2]),
-    "values of half the height": change("weight", lambda t, r: t[: len(t) // 2]),
-    "values flattened": change("weight", lambda t, r: t.reshape(-1)),
-    "values empty": change("weight", lambda t, r: t[:0]),
-    "weight scale in BF16": change("weight_scale", lambda t, r: t.bfloat16()),
-    "weight scale a vector": change("weight_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 64]))),
-    "weight scale not positive": change("weight_scale", lambda t, r: t * r.choice([0.0, -1.0])),
-    "weight scale not finite": change("weight_scale", lambda t, r: t * r.choice([float("nan"), float("inf")])),
-    "weight scale subnormal": change("weight_scale", lambda t, r: t * 0 + 1e-40),
-    "weight scale a reciprocal": change("weight_scale", lambda t, r: 1 / t, ALONE),
-    "input scale of FP8 in FP16": change("input_scale", lambda t, r: t.half()),
-    "input scale of FP8 not positive": change("input_scale", lambda t, r: t * r.choice([0.0, -1.0])),
-    "input scale of FP8 not finite": change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")])),
-    "fused input scale of FP8 scaled": change("input_scale", lambda t, r: t * r.choice([0.5, 2.0]), FUSED),
-    "scale of 4 bits on FP8": scale_of_four_bits,
-    "buffer leaked beside FP8": leaked_buffer,
-    "FP8 Linear in BF16": to_bf16,
-    "FP8 module lost": module_lost,
-    "FP8 module in 4 bits": swapped_for_four_bits,
-    "module not listed": listed(lambda layers, module, r: layers.pop(module)),
-    "module not listed in one place": listed(lambda layers, module, r: layers.pop(module), both=False),
-    "module listed as another algorithm": listed(other_algorithm),
-    "module listed as nothing": listed(lambda layers, module, r: layers.update({module: r.choice([{}, None, "NVFP4"])})),
-    "another module is found first": first_found,
-    "one algorithm for all": whole_algorithm,
-    "list of modules lost": layers_lost,
-    "target of a group lost": group(lambda g, r: g["targets"].pop(r.randrange(len(g["targets"])))),
-    "target moved to another group": target_moved,
-    "bits of a group": group(lambda g, r: g["weights"].update(num_bits=12 - g["weights"]["num_bits"])),
-    "activations of a group lost": group(lambda g, r: g.update(input_activations=None)),
-}  # fmt: skip
+EIGHT_BIT_KINDS: dict[str, Damage] = {
+    "values lost": Damage("E3", lose("weight")),
+    "weight scale lost": Damage("E3", lose("weight_scale")),
+    "input scale of FP8 lost": Damage("E3", lose("input_scale")),
+    "NaN value": Damage("E4", change("weight", byte(0x7F, 0xFF))),
+    "values as bytes": Damage("E3", change("weight", lambda t, r: t.view(r.choice([torch.uint8, torch.int8])))),
+    "values as the other FP8": Damage("E3", change("weight", lambda t, r: t.view(torch.float8_e5m2))),
+    "values as floats": Damage("E3", change("weight", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32])))),
+    "values of half the width": Damage("E3", change("weight", lambda t, r: t[:, ::2])),
+    "values of half the height": Damage("E3", change("weight", lambda t, r: t[: len(t) // 2])),
+    "values flattened": Damage("E3", change("weight", lambda t, r: t.reshape(-1))),
+    "values empty": Damage("E3", change("weight", lambda t, r: t[:0])),
+    "weight scale in BF16": Damage("E3", change("weight_scale", lambda t, r: t.bfloat16())),
+    "weight scale a vector": Damage("E3", change("weight_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 64])))),
+    "weight scale not positive": Damage("E3", change("weight_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
+    "weight scale not finite": Damage(
+        "E3", change("weight_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
+    ),
+    "weight scale subnormal": Damage("E3", change("weight_scale", lambda t, r: t * 0 + 1e-40)),
+    "weight scale a reciprocal": Damage("E3", change("weight_scale", lambda t, r: 1 / t, ALONE)),
+    "input scale of FP8 in FP16": Damage("E3", change("input_scale", lambda t, r: t.half())),
+    "input scale of FP8 not positive": Damage("E3", change("input_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
+    "input scale of FP8 not finite": Damage(
+        "E3", change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
+    ),
+    "fused input scale of FP8 scaled": Damage(
+        "E6", change("input_scale", lambda t, r: t * r.choice([0.5, 2.0]), FUSED)
+    ),
+    "scale of 4 bits on FP8": Damage("E3", scale_of_four_bits),
+    "buffer leaked beside FP8": Damage("E3", leaked_buffer),
+    "FP8 Linear in BF16": Damage("E7", to_bf16),
+    "FP8 module lost": Damage("E11", module_lost),
+    "FP8 module in 4 bits": Damage("E3", swapped_for_four_bits),
+    "module not listed": Damage("E1", listed(lambda layers, module, r: layers.pop(module)), only="modelopt"),
+    "module not listed in one place": Damage(
+        "E1", listed(lambda layers, module, r: layers.pop(module), both=False), only="modelopt"
+    ),
+    "module listed as another algorithm": Damage("E1", listed(other_algorithm), only="modelopt"),
+    "module listed as nothing": Damage(
+        "E1", listed(lambda layers, module, r: layers.update({module: r.choice([{}, None, "NVFP4"])})), only="modelopt"
+    ),
+    "another module is found first": Damage("E7", first_found, only="modelopt"),
+    "one algorithm for all": Damage("E1", whole_algorithm, only="modelopt"),
+    "list of modules lost": Damage("E7", layers_lost, only="modelopt"),
+    "target of a group lost": Damage("E1", group(target_lost), only="modelopt"),
+    "target lost of a group that decides": Damage("E7", group(target_lost), only="compressed-tensors"),
+    "target moved to another group": Damage("E1", target_moved, only="modelopt"),
+    "target moved to another group that decides": Damage("E3", target_moved, only="compressed-tensors"),
+    "bits of a group": Damage("E1", group(lambda g, r: g["weights"].update(num_bits=12 - g["weights"]["num_bits"]))),
+    "activations of the group in 8 bits lost": Damage("E1", activations_lost(8)),
+    "activations of the group in 4 bits lost": Damage("E1", activations_lost(4), only="modelopt"),
+    "activations lost of a group in 4 bits that decides": Damage("E3", activations_lost(4), only="compressed-tensors"),
+}
 
 
 # --- silent ---
@@ -199,10 +219,12 @@ def one_bit(t: torch.Tensor, r: random.Random) -> torch.Tensor:
     return t
 
 
-SILENT_EIGHT_BIT_KINDS: dict[str, Kind] = {
-    "one bit of a value": change("weight", one_bit),
-    "rows of values swapped": change("weight", lambda t, r: t.view(torch.uint8).flip(0).view(t.dtype)),
-    "values of layers swapped": layers_swapped,
-    "weight scale scaled": change("weight_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE),
-    "input scale of FP8 scaled": change("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE),
+SILENT_EIGHT_BIT_KINDS: dict[str, Damage] = {
+    "one bit of a value": Damage("W3", change("weight", one_bit)),
+    "rows of values swapped": Damage("W3", change("weight", lambda t, r: t.view(torch.uint8).flip(0).view(t.dtype))),
+    "values of layers swapped": Damage("W3", layers_swapped),
+    "weight scale scaled": Damage("W3", change("weight_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE)),
+    "input scale of FP8 scaled": Damage(
+        "W3", change("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE)
+    ),
 }

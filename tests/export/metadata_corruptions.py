@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from damaged_checkpoint import CONFIG, INDEX, NESTED, Checkpoint, Kind
+from damaged_checkpoint import CONFIG, INDEX, NESTED, REFUSED, Checkpoint, Damage, Kind, experts, index, tied, untied
 
-from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
+from export.layouts.layout import MODELOPT
 
 # --- metadata ---
 
@@ -26,9 +26,8 @@ def excluded_name_lost(c: Checkpoint, r: random.Random) -> None:
 
 
 def excluded_in_one_place(c: Checkpoint, r: random.Random) -> None:
-    if NESTED in c.json:
-        lost = r.choice(c.quantization["ignore"])
-        c.quantization["ignore"] = [name for name in c.quantization["ignore"] if name != lost]
+    lost = r.choice(c.quantization["ignore"])
+    c.quantization["ignore"] = [name for name in c.quantization["ignore"] if name != lost]
 
 
 def packed_name_excluded(c: Checkpoint, r: random.Random) -> None:
@@ -59,10 +58,9 @@ def outer_key_lost(c: Checkpoint, r: random.Random) -> None:
 
 
 def nested_key_lost(c: Checkpoint, r: random.Random) -> None:
-    if NESTED in c.json:
-        nested = c.json[NESTED]["quantization"]
-        nested.pop(r.choice(sorted(nested)))
-        c.changed.add(NESTED)
+    nested = c.json[NESTED]["quantization"]
+    nested.pop(r.choice(sorted(nested)))
+    c.changed.add(NESTED)
 
 
 NESTED_VALUES = {
@@ -74,25 +72,24 @@ NESTED_VALUES = {
 
 
 def nested_value(c: Checkpoint, r: random.Random) -> None:
-    if NESTED in c.json:
-        key = r.choice(sorted(NESTED_VALUES))
-        c.json[NESTED]["quantization"][key] = r.choice(NESTED_VALUES[key])
-        c.changed.add(NESTED)
+    key = r.choice(sorted(NESTED_VALUES))
+    c.json[NESTED]["quantization"][key] = r.choice(NESTED_VALUES[key])
+    c.changed.add(NESTED)
 
 
 def algorithm_contradicts_the_tensors(c: Checkpoint, r: random.Random) -> None:
+    # W4A16 under the name NVFP4, without input_activations, is what other tools write: no contradiction.
+    other = ["W4A16_NVFP4"] if c.quantization["quant_algo"] == "NVFP4" else []
+    algorithm = r.choice([*other, "FP8", "MIXED_PRECISION"])
+    c.quantization["quant_algo"] = algorithm
+    c.json[NESTED]["quantization"]["quant_algo"] = algorithm
+    c.changed.add(NESTED)
+
+
+def activations_contradict_the_tensors(c: Checkpoint, r: random.Random) -> None:
     group = c.quantization["config_groups"]["group_0"]
-    if c.layout is MODELOPT:
-        # W4A16 under the name NVFP4, without input_activations, is what other tools write: no contradiction.
-        other = ["W4A16_NVFP4"] if c.quantization["quant_algo"] == "NVFP4" else []
-        algorithm = r.choice([*other, "FP8", "MIXED_PRECISION"])
-        c.quantization["quant_algo"] = algorithm
-        c.json[NESTED]["quantization"]["quant_algo"] = algorithm
-        c.changed.add(NESTED)
-    elif group["input_activations"]:
-        group["input_activations"] = None
-    else:
-        group["input_activations"] = {**group["weights"], "dynamic": "local"}
+    activations = None if group["input_activations"] else {**group["weights"], "dynamic": "local"}
+    group["input_activations"] = activations
 
 
 def method(c: Checkpoint, r: random.Random) -> None:
@@ -119,9 +116,8 @@ def number_changed(c: Checkpoint, r: random.Random) -> None:
 
 
 def number_unknown(c: Checkpoint, r: random.Random) -> None:
-    if c.layout is COMPRESSED_TENSORS:
-        group = c.quantization["config_groups"]["group_0"]
-        r.choice([group, group["weights"]])[r.choice(["bits", "groupsize", "target"])] = 4
+    group = c.quantization["config_groups"]["group_0"]
+    r.choice([group, group["weights"]])[r.choice(["bits", "groupsize", "target"])] = 4
 
 
 def targets(c: Checkpoint, r: random.Random) -> None:
@@ -142,10 +138,9 @@ def weights_of_the_group(c: Checkpoint, r: random.Random) -> None:
 
 
 def format_or_status(c: Checkpoint, r: random.Random) -> None:
-    if c.layout is COMPRESSED_TENSORS:
-        key, values = r.choice([("format", ["pack-quantized", "dense", None, "mxfp4-pack-quantized"]),
-                                ("quantization_status", ["frozen", "initialized", None])])  # fmt: skip
-        c.quantization[key] = r.choice(values)
+    key, values = r.choice([("format", ["pack-quantized", "dense", None, "mxfp4-pack-quantized"]),
+                            ("quantization_status", ["frozen", "initialized", None])])  # fmt: skip
+    c.quantization[key] = r.choice(values)
 
 
 def nested_file_lost_or_added(c: Checkpoint, r: random.Random) -> None:
@@ -163,13 +158,15 @@ def quantization_config_lost(c: Checkpoint, r: random.Random) -> None:
 # --- the model's own config ---
 
 
-def size(c: Checkpoint, r: random.Random) -> None:
-    config = c.json[CONFIG]
-    key = r.choice(["hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads"])
-    if key == "intermediate_size" and "num_experts" in config:
-        key = "moe_intermediate_size"
-    config[key] = config[key] * 2
-    c.changed.add(CONFIG)
+def size(key: str) -> Kind:
+    """Twice what it was."""
+
+    def kind(c: Checkpoint, r: random.Random) -> None:
+        config = c.json[CONFIG]
+        config[f"moe_{key}" if f"moe_{key}" in config else key] *= 2
+        c.changed.add(CONFIG)
+
+    return kind
 
 
 def layers(c: Checkpoint, r: random.Random) -> None:
@@ -186,9 +183,8 @@ def tying(c: Checkpoint, r: random.Random) -> None:
 def router_not_excluded(c: Checkpoint, r: random.Random) -> None:
     listed = c.json[CONFIG]["quantization_config"]["ignore"]
     routers = [name for name in listed if name.endswith(".gate")]
-    if routers:
-        lost = r.choice(routers)
-        exclude(c, [name for name in listed if name != lost])
+    lost = r.choice(routers)
+    exclude(c, [name for name in listed if name != lost])
 
 
 # --- files ---
@@ -228,78 +224,80 @@ def stale_file(c: Checkpoint, r: random.Random) -> None:
     c.raw[f"model-0000{r.randrange(7, 10)}-of-00009.safetensors"] = data
 
 
-def json_cut(c: Checkpoint, r: random.Random) -> None:
-    name = r.choice(
-        [n for n in (CONFIG, NESTED, INDEX, "tokenizer.json", "tokenizer_config.json") if (c.folder / n).exists()]
-    )
-    data = (c.folder / name).read_bytes().rstrip()
-    c.raw[name] = data[: r.randrange(len(data))]
+def cut(*names: str) -> Kind:
+    """A JSON file ends somewhere."""
+
+    def kind(c: Checkpoint, r: random.Random) -> None:
+        name = r.choice(names)
+        data = (c.folder / name).read_bytes().rstrip()
+        c.raw[name] = data[: r.randrange(len(data))]
+
+    return kind
 
 
 def index_entry(c: Checkpoint, r: random.Random) -> None:
-    if INDEX in c.json:
-        weight_map = c.json[INDEX]["weight_map"]
-        name = r.choice(sorted(weight_map))
-        what = r.choice(["lost", "elsewhere", "nowhere", "outside", "made up"])
-        if what == "lost":
-            weight_map.pop(name)
-        elif what == "made up":
-            weight_map[name + "x"] = weight_map[name]
-        else:
-            others = sorted({*weight_map.values()} - {weight_map[name]})
-            weight_map[name] = {"elsewhere": r.choice(others), "nowhere": "model.safetensors", "outside": "../x"}[what]
-        c.changed.add(INDEX)
+    weight_map = c.json[INDEX]["weight_map"]
+    name = r.choice(sorted(weight_map))
+    what = r.choice(["lost", "elsewhere", "nowhere", "outside", "made up"])
+    if what == "lost":
+        weight_map.pop(name)
+    elif what == "made up":
+        weight_map[name + "x"] = weight_map[name]
+    else:
+        others = sorted({*weight_map.values()} - {weight_map[name]})
+        weight_map[name] = {"elsewhere": r.choice(others), "nowhere": "model.safetensors", "outside": "../x"}[what]
+    c.changed.add(INDEX)
 
 
 def index_size(c: Checkpoint, r: random.Random) -> None:
-    if INDEX in c.json:
-        c.json[INDEX]["metadata"]["total_size"] += r.choice([-1, 1, 4096])
-        c.changed.add(INDEX)
+    c.json[INDEX]["metadata"]["total_size"] += r.choice([-1, 1, 4096])
+    c.changed.add(INDEX)
 
 
 def index_lost(c: Checkpoint, r: random.Random) -> None:
-    if INDEX in c.json:
-        c.raw[INDEX] = r.choice([None, b"", b"[]", b'{"weight_map": []}', b'{"metadata": {}}'])
+    c.raw[INDEX] = r.choice([None, b"", b"[]", b'{"weight_map": []}', b'{"metadata": {}}'])
 
 
-METADATA_KINDS: dict[str, Kind] = {
-    "router not excluded": router_not_excluded,
-    "excluded name lost": excluded_name_lost,
-    "excluded in one place only": excluded_in_one_place,
-    "packed module excluded": packed_name_excluded,
-    "packed module excluded by a pattern": pattern_excluded,
-    "malformed exclusion": malformed_exclusion,
-    "exclusion of another type": exclusion_of_another_type,
-    "key of quantization_config lost": outer_key_lost,
-    "key of hf_quant_config lost": nested_key_lost,
-    "value of hf_quant_config": nested_value,
-    "algorithm contradicts the tensors": algorithm_contradicts_the_tensors,
-    "quant_method": method,
-    "number of a config group lost": number_lost,
-    "number of a config group changed": number_changed,
-    "unknown key in a config group": number_unknown,
-    "targets of a config group": targets,
-    "config groups": groups,
-    "weights of a config group": weights_of_the_group,
-    "format or status": format_or_status,
-    "hf_quant_config.json lost, damaged or added": nested_file_lost_or_added,
-    "quantization_config lost": quantization_config_lost,
-    "size in config.json": size,
-    "number of layers": layers,
-    "tying": tying,
-    "weights truncated": truncated,
-    "weights grown": grown,
-    "header damaged": header_damaged,
-    "file lost": file_lost,
-    "stale file": stale_file,
-    "JSON cut": json_cut,
-    "index entry": index_entry,
-    "total_size": index_size,
-    "index lost": index_lost,
-}
-
-# Kinds that a layout has no place for.
-NOT_IN = {
-    "compressed-tensors": ["key of hf_quant_config lost", "value of hf_quant_config", "excluded in one place only"],
-    "modelopt": ["unknown key in a config group", "format or status"],
+METADATA_KINDS: dict[str, Damage] = {
+    "router not excluded": Damage("E7", router_not_excluded, experts),
+    "excluded name lost": Damage("E7", excluded_name_lost),
+    "excluded in one place only": Damage("E1", excluded_in_one_place, only="modelopt"),
+    "packed module excluded": Damage("E7", packed_name_excluded),
+    "packed module excluded by a pattern": Damage("E7", pattern_excluded),
+    "malformed exclusion": Damage("E7", malformed_exclusion),
+    "exclusion of another type": Damage("E1", exclusion_of_another_type),
+    "key of quantization_config lost": Damage("E1", outer_key_lost),
+    "key of hf_quant_config lost": Damage("E1", nested_key_lost, only="modelopt"),
+    "value of hf_quant_config": Damage("E1", nested_value, only="modelopt"),
+    "algorithm contradicts the tensors": Damage("E1", algorithm_contradicts_the_tensors, only="modelopt"),
+    "activations contradict the tensors": Damage("E3", activations_contradict_the_tensors, only="compressed-tensors"),
+    "quant_method": Damage("E1", method),
+    "number of a config group lost": Damage("E1", number_lost),
+    "number of a config group changed": Damage("E1", number_changed),
+    "unknown key in a config group": Damage("E1", number_unknown, only="compressed-tensors"),
+    "targets of a config group": Damage("E1", targets),
+    "config groups": Damage("E1", groups),
+    "weights of a config group": Damage("E1", weights_of_the_group),
+    "format or status": Damage("E1", format_or_status, only="compressed-tensors"),
+    "hf_quant_config.json lost, damaged or added": Damage("E1", nested_file_lost_or_added),
+    "quantization_config lost": Damage("E1", quantization_config_lost),
+    "hidden size": Damage("E3", size("hidden_size")),
+    "intermediate size": Damage("E3", size("intermediate_size")),
+    "vocabulary": Damage("E11", size("vocab_size")),
+    "KV heads": Damage("E3", size("num_key_value_heads")),
+    "number of layers": Damage("E11", layers),
+    "a tied head untied": Damage("E11", tying, tied),
+    "an untied head tied": Damage("E8", tying, untied),
+    "weights truncated": Damage("E11", truncated),
+    "weights grown": Damage("E11", grown),
+    "header damaged": Damage("E11", header_damaged),
+    "file lost": Damage("E11", file_lost),
+    "stale file": Damage("E11", stale_file),
+    "config.json cut": Damage(REFUSED, cut(CONFIG)),
+    "hf_quant_config.json cut": Damage("E1", cut(NESTED), only="modelopt"),
+    "index cut": Damage("E11", cut(INDEX), index),
+    "tokenizer cut": Damage("E11", cut("tokenizer.json", "tokenizer_config.json")),
+    "index entry": Damage("E11", index_entry, index),
+    "total_size": Damage("E11", index_size, index),
+    "index lost": Damage("E11", index_lost, index),
 }

@@ -6,7 +6,7 @@ import json
 import random
 
 import torch
-from damaged_checkpoint import CONFIG, Checkpoint, Kind
+from damaged_checkpoint import CONFIG, Checkpoint, Damage, inputs
 from tensor_corruptions import change_whole_group, plain_names
 
 
@@ -99,17 +99,21 @@ def template(c: Checkpoint, r: random.Random) -> None:
     c.raw["chat_template.jinja"] = text.replace(r.choice(["<|im_start|>", "<|im_end|>", "assistant"]), "").encode()
 
 
-SILENT_KINDS: dict[str, Kind] = {
-    "one code": one_code,
-    "one block scale": one_block_scale,
-    "nibbles swapped": nibbles_swapped,
-    "rows swapped": rows_swapped,
-    "layers swapped": layers_swapped,
-    "global scale of a group": change_whole_group("global_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0])),
-    "input scale of a group": change_whole_group("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0])),
-    "unquantized value": norm_changed,
-    "tokens swapped": tokens_swapped,
-    "value of config.json": config_value,
-    "value of the tokenizer": tokenizer_value,
-    "chat template": template,
+SILENT_KINDS: dict[str, Damage] = {
+    "one code": Damage("W3", one_code),
+    "one block scale": Damage("W3", one_block_scale),
+    "nibbles swapped": Damage("W3", nibbles_swapped),
+    "rows swapped": Damage("W3", rows_swapped),
+    "layers swapped": Damage("W3", layers_swapped),
+    "global scale of a group": Damage(
+        "W3", change_whole_group("global_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]))
+    ),
+    "input scale of a group": Damage(
+        "W3", change_whole_group("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0])), inputs
+    ),
+    "unquantized value": Damage("W3", norm_changed),
+    "tokens swapped": Damage("W3", tokens_swapped),
+    "value of config.json": Damage("W3", config_value),
+    "value of the tokenizer": Damage("W3", tokenizer_value),
+    "chat template": Damage("W3", template),
 }

@@ -1,7 +1,7 @@
 """Kinds of damage to tensors: each a function (checkpoint, random) -> None.
 
-A kind picks its place by the random generator it is given. It leaves the checkpoint as it was where it has no place
-in it (an input scale in W4A16, an expert in a dense model); such a pair is not counted.
+A kind picks its place by the random generator it is given. What a checkpoint must have for it to have one (an input scale,
+experts) is named with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from damaged_checkpoint import NESTED, Checkpoint, Kind
+from damaged_checkpoint import NESTED, Checkpoint, Damage, Kind, experts, inputs, kv_scales, no_inputs
 
 from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
 
@@ -23,8 +23,7 @@ How = Callable[[torch.Tensor, random.Random], torch.Tensor]
 def lose(role: str) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
         name = f"{r.choice(c.modules)}.{getattr(c.layout, role)}"
-        if c.has(name):
-            c.drop(name)
+        c.drop(name)
 
     return kind
 
@@ -32,8 +31,7 @@ def lose(role: str) -> Kind:
 def change(role: str, how: How) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
         name = f"{r.choice(c.modules)}.{getattr(c.layout, role)}"
-        if c.has(name):
-            c.put(name, how(c.get(name), r))
+        c.put(name, how(c.get(name), r))
 
     return kind
 
@@ -44,19 +42,16 @@ def change_whole_group(role: str, how: How) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
         alone = [m for m in c.modules if m.endswith(("o_proj", "down_proj"))]
         name = f"{r.choice(alone)}.{getattr(c.layout, role)}"
-        if c.has(name):
-            c.put(name, how(c.get(name), r))
+        c.put(name, how(c.get(name), r))
 
     return kind
 
 
 def of_fused(role: str, how: How) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
-        name = (
-            f"{r.choice([m for m in c.modules if not m.endswith(('o_proj', 'down_proj'))])}.{getattr(c.layout, role)}"
-        )
-        if c.has(name):
-            c.put(name, how(c.get(name), r))
+        module = r.choice([m for m in c.modules if not m.endswith(("o_proj", "down_proj"))])
+        name = f"{module}.{getattr(c.layout, role)}"
+        c.put(name, how(c.get(name), r))
 
     return kind
 
@@ -104,10 +99,8 @@ def renamed(c: Checkpoint, r: random.Random) -> None:
 
 
 def input_scale_in_w4a16(c: Checkpoint, r: random.Random) -> None:
-    module = r.choice(c.modules)
-    if not c.has(f"{module}.{c.layout.input_scale}"):
-        scale = torch.full(c.layout.scalar, 0.5)
-        c.put(f"{module}.{c.layout.input_scale}", scale, beside=f"{module}.{c.layout.block_scale}")
+    module, scale = r.choice(c.modules), torch.full(c.layout.scalar, 0.5)
+    c.put(f"{module}.{c.layout.input_scale}", scale, beside=f"{module}.{c.layout.block_scale}")
 
 
 def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
@@ -174,114 +167,108 @@ def scales_on_an_excluded_module(c: Checkpoint, r: random.Random) -> None:
 # --- KV cache ---
 
 
-def kv_names(c: Checkpoint) -> list[str]:
-    return [n for n in c.names if n.endswith((".k_scale", ".v_scale"))]
-
-
 def kv_scale_lost(c: Checkpoint, r: random.Random) -> None:
-    if kv_names(c):
-        c.drop(r.choice(kv_names(c)))
+    c.drop(r.choice(c.kv_scale_names))
 
 
 def kv_layer_lost(c: Checkpoint, r: random.Random) -> None:
-    if kv_names(c):
-        layer = r.choice(["layers.0.", "layers.1."])
-        for name in [n for n in kv_names(c) if layer in n]:
-            c.drop(name)
+    layer = r.choice(["layers.0.", "layers.1."])
+    for name in [n for n in c.kv_scale_names if layer in n]:
+        c.drop(name)
 
 
 def kv_all_lost(c: Checkpoint, r: random.Random) -> None:
-    for name in kv_names(c):
+    for name in c.kv_scale_names:
         c.drop(name)
 
 
 def kv_value(c: Checkpoint, r: random.Random) -> None:
-    if kv_names(c):
-        name = r.choice(kv_names(c))
-        c.put(name, torch.full_like(c.get(name), r.choice([0.0, -1.0, float("nan"), float("inf")])))
+    name = r.choice(c.kv_scale_names)
+    c.put(name, torch.full_like(c.get(name), r.choice([0.0, -1.0, float("nan"), float("inf")])))
 
 
 def kv_not_announced(c: Checkpoint, r: random.Random) -> None:
-    if kv_names(c):
-        c.quantization["kv_cache_scheme"] = None
-        if NESTED in c.json:
-            c.json[NESTED]["quantization"]["kv_cache_quant_algo"] = None
-            c.changed.add(NESTED)
+    c.quantization["kv_cache_scheme"] = None
+    if NESTED in c.json:
+        c.json[NESTED]["quantization"]["kv_cache_quant_algo"] = None
+        c.changed.add(NESTED)
 
 
 # --- experts ---
 
 
 def expert_tensor_lost(c: Checkpoint, r: random.Random) -> None:
-    experts = [n for n in c.names if ".experts." in n]
-    if experts:
-        c.drop(r.choice(experts))
+    c.drop(r.choice([n for n in c.names if ".experts." in n]))
 
 
 def expert_lost(c: Checkpoint, r: random.Random) -> None:
-    experts = sorted({n.split(".experts.")[0] + ".experts." + n.split(".experts.")[1].split(".")[0] + "." for n in c.names
-                      if ".experts." in n})  # fmt: skip
-    if experts:
-        lost = r.choice(experts)
-        for name in [n for n in c.names if n.startswith(lost)]:
-            c.drop(name)
+    layer, _, rest = r.choice([n for n in c.names if ".experts." in n]).partition(".experts.")
+    lost = f"{layer}.experts.{rest.partition('.')[0]}."
+    for name in [n for n in c.names if n.startswith(lost)]:
+        c.drop(name)
 
 
-TENSOR_KINDS: dict[str, Kind] = {
-    "codes lost": lose("codes"),
-    "block scales lost": lose("block_scale"),
-    "global scale lost": lose("global_scale"),
-    "input scale lost": lose("input_scale"),
-    "input scale in W4A16": input_scale_in_w4a16,
-    "codes of half the width": change("codes", lambda t, r: t[:, ::2]),
-    "codes of half the height": change("codes", lambda t, r: t[: len(t) // 2]),
-    "codes as another integer": change("codes", lambda t, r: t.view(r.choice([torch.int8, torch.int16]))),
-    "codes as floats": change("codes", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32]))),
-    "codes flattened": change("codes", lambda t, r: t.reshape(-1)),
-    "codes empty": change("codes", lambda t, r: t[:0]),
-    "block scales as bytes": change("block_scale", lambda t, r: t.view(torch.uint8)),
-    "block scales as floats": change("block_scale", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32]))),
-    "block scales as the other FP8": change("block_scale", lambda t, r: t.view(torch.float8_e5m2)),
-    "block scales transposed": change("block_scale", lambda t, r: t.T),
-    "block scales cut": change("block_scale", lambda t, r: t[: len(t) // 2]),
-    "global scale in BF16": change("global_scale", lambda t, r: t.bfloat16()),
-    "global scale a vector": change("global_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 3]))),
-    "global scale not positive": change("global_scale", lambda t, r: t * r.choice([0.0, -1.0])),
-    "global scale not finite": change("global_scale", lambda t, r: t * r.choice([float("nan"), float("inf")])),
-    "global scale subnormal": change("global_scale", lambda t, r: t * 0 + 1e-40),
-    "global scale a reciprocal": change_whole_group("global_scale", lambda t, r: 1 / t),
-    "input scale not positive": change("input_scale", lambda t, r: t * r.choice([0.0, -1.0])),
-    "input scale not finite": change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")])),
-    "input scale subnormal": change("input_scale", lambda t, r: t * 0 + 1e-40),
-    "input scale in FP16": change("input_scale", lambda t, r: t.half()),
-    "NaN block scale": byte(0x7F),
-    "negative NaN block scale": byte(0xFF),
-    "negative block scale": byte(0xB8),
-    "zero block scale over codes": byte(0x00, only_over_codes=True),
-    "fused global scale scaled": of_fused("global_scale", lambda t, r: t * r.choice([0.1, 10.0])),
-    "fused global scale off by one ulp": of_fused(
-        "global_scale", lambda t, r: (t.view(torch.int32) + 1).view(torch.float32)
+TENSOR_KINDS: dict[str, Damage] = {
+    "codes lost": Damage("E3", lose("codes")),
+    "block scales lost": Damage("E3", lose("block_scale")),
+    "global scale lost": Damage("E3", lose("global_scale")),
+    "input scale lost": Damage("E3", lose("input_scale"), inputs),
+    "input scale in W4A16": Damage("E3", input_scale_in_w4a16, no_inputs),
+    "codes of half the width": Damage("E3", change("codes", lambda t, r: t[:, ::2])),
+    "codes of half the height": Damage("E3", change("codes", lambda t, r: t[: len(t) // 2])),
+    "codes as another integer": Damage("E3", change("codes", lambda t, r: t.view(r.choice([torch.int8, torch.int16])))),
+    "codes as floats": Damage("E3", change("codes", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32])))),
+    "codes flattened": Damage("E3", change("codes", lambda t, r: t.reshape(-1))),
+    "codes empty": Damage("E3", change("codes", lambda t, r: t[:0])),
+    "block scales as bytes": Damage("E3", change("block_scale", lambda t, r: t.view(torch.uint8))),
+    "block scales as floats": Damage(
+        "E3", change("block_scale", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32])))
     ),
-    "fused input scale scaled": of_fused("input_scale", lambda t, r: t * r.choice([0.5, 2.0])),
-    "fused member in BF16": fused_member_to_bf16,
-    "Linear in BF16": to_bf16,
-    "module lost": whole_module_lost,
-    "tensor renamed": renamed,
-    "leaked buffer": leaked_buffer,
-    "tensor of the other layout": tensor_of_the_other_layout,
-    "modules swapped": modules_swapped,
-    "unquantized tensor lost": plain_lost,
-    "unquantized NaN": plain(set_one(float("nan"))),
-    "unquantized Inf": plain(set_one(float("-inf"))),
-    "unquantized tensor cut": plain(lambda t, r: t[:-1]),
-    "unquantized tensor in FP8": plain(lambda t, r: t.to(torch.float8_e4m3fn)),
-    "unquantized tensor in integers": plain(lambda t, r: t.to(torch.int8)),
-    "scales on an excluded module": scales_on_an_excluded_module,
-    "KV scale lost": kv_scale_lost,
-    "KV scales of a layer lost": kv_layer_lost,
-    "KV scales lost": kv_all_lost,
-    "KV scale impossible": kv_value,
-    "KV scales not announced": kv_not_announced,
-    "expert's tensor lost": expert_tensor_lost,
-    "expert lost": expert_lost,
+    "block scales as the other FP8": Damage("E3", change("block_scale", lambda t, r: t.view(torch.float8_e5m2))),
+    "block scales transposed": Damage("E3", change("block_scale", lambda t, r: t.T)),
+    "block scales cut": Damage("E3", change("block_scale", lambda t, r: t[: len(t) // 2])),
+    "global scale in BF16": Damage("E3", change("global_scale", lambda t, r: t.bfloat16())),
+    "global scale a vector": Damage("E3", change("global_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 3])))),
+    "global scale not positive": Damage("E3", change("global_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
+    "global scale not finite": Damage(
+        "E3", change("global_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
+    ),
+    "global scale subnormal": Damage("E3", change("global_scale", lambda t, r: t * 0 + 1e-40)),
+    "global scale a reciprocal": Damage("E3", change_whole_group("global_scale", lambda t, r: 1 / t)),
+    "input scale not positive": Damage("E3", change("input_scale", lambda t, r: t * r.choice([0.0, -1.0])), inputs),
+    "input scale not finite": Damage(
+        "E3", change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")])), inputs
+    ),
+    "input scale subnormal": Damage("E3", change("input_scale", lambda t, r: t * 0 + 1e-40), inputs),
+    "input scale in FP16": Damage("E3", change("input_scale", lambda t, r: t.half()), inputs),
+    "NaN block scale": Damage("E4", byte(0x7F)),
+    "negative NaN block scale": Damage("E4", byte(0xFF)),
+    "negative block scale": Damage("E4", byte(0xB8)),
+    "zero block scale over codes": Damage("E4", byte(0x00, only_over_codes=True)),
+    "fused global scale scaled": Damage("E6", of_fused("global_scale", lambda t, r: t * r.choice([0.1, 10.0]))),
+    "fused global scale off by one ulp": Damage(
+        "E6", of_fused("global_scale", lambda t, r: (t.view(torch.int32) + 1).view(torch.float32))
+    ),
+    "fused input scale scaled": Damage("E6", of_fused("input_scale", lambda t, r: t * r.choice([0.5, 2.0])), inputs),
+    "fused member in BF16": Damage("E6", fused_member_to_bf16),
+    "Linear in BF16": Damage("E7", to_bf16),
+    "module lost": Damage("E11", whole_module_lost),
+    "tensor renamed": Damage("E3", renamed),
+    "leaked buffer": Damage("E3", leaked_buffer),
+    "tensor of the other layout": Damage("E3", tensor_of_the_other_layout),
+    "modules swapped": Damage("E3", modules_swapped),
+    "unquantized tensor lost": Damage("E11", plain_lost),
+    "unquantized NaN": Damage("E4", plain(set_one(float("nan")))),
+    "unquantized Inf": Damage("E4", plain(set_one(float("-inf")))),
+    "unquantized tensor cut": Damage("E11", plain(lambda t, r: t[:-1])),
+    "unquantized tensor in FP8": Damage("E3", plain(lambda t, r: t.to(torch.float8_e4m3fn))),
+    "unquantized tensor in integers": Damage("E11", plain(lambda t, r: t.to(torch.int8))),
+    "scales on an excluded module": Damage("E8", scales_on_an_excluded_module),
+    "KV scale lost": Damage("E10", kv_scale_lost, kv_scales),
+    "KV scales of a layer lost": Damage("E10", kv_layer_lost, kv_scales),
+    "KV scales lost": Damage("E10", kv_all_lost, kv_scales),
+    "KV scale impossible": Damage("E10", kv_value, kv_scales),
+    "KV scales not announced": Damage("E10", kv_not_announced, kv_scales),
+    "expert's tensor lost": Damage("E9", expert_tensor_lost, experts),
+    "expert lost": Damage("E9", expert_lost, experts),
 }

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from damaged_checkpoint import Checkpoint, Kind
-from metadata_corruptions import METADATA_KINDS, NOT_IN
+from damaged_checkpoint import Checkpoint, Damage, Kind, pairs
+from metadata_corruptions import METADATA_KINDS
 from safetensors.torch import load_file, save_file
 from tensor_corruptions import TENSOR_KINDS
 
@@ -55,10 +55,8 @@ def stored(folder: Path) -> dict[str, bytes]:
     return {n: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
 
 
-def damaged(original: Checkpoint, kind: Kind, out: Path, seed: int = 0) -> Path:
-    checkpoint = original.copy()
-    kind(checkpoint, random.Random(seed))
-    return checkpoint.write(out)
+def damaged(original: Checkpoint, damage: Damage | Kind, out: Path) -> Path:
+    return (damage if isinstance(damage, Damage) else Damage("", damage)).at(original, "repair", out)
 
 
 LOSSLESS = [
@@ -71,7 +69,7 @@ LOSSLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(k, n) for k in LOSSLESS for n in LAYOUTS if k not in NOT_IN[n]])
+@pytest.mark.parametrize(("kind", "layout"), pairs({kind: METADATA_KINDS[kind] for kind in LOSSLESS}))
 def test_what_the_tensors_tell_is_repaired(valid: Valid, kind: str, layout: str, tmp_path: Path) -> None:
     original, _ = valid[layout]
     folder = damaged(original, METADATA_KINDS[kind], tmp_path / "damaged")
