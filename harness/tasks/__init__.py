@@ -1,1 +1,1 @@
-"""Multiple-choice tasks shipped with the tool: lm-eval YAML files, their questions as JSONL, and the generator."""
+"""Multiple-choice tasks shipped with the tool: lm-eval YAML files and their questions as JSONL (made by tests/tasks)."""

@@ -5,12 +5,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import generate
 import pytest
 import yaml
+from item import pick
 
 from harness.accuracy.scores import SHIPPED
-from harness.tasks import generate
-from harness.tasks.item import pick
 
 TASKS = sorted(generate.TASKS)
 

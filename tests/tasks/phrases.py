@@ -5,7 +5,7 @@ Fixed expressions, the words that go together, word formation, and what usually 
 
 from __future__ import annotations
 
-from harness.tasks.item import Question, Relation, expand
+from item import Question, Relation, expand
 
 RELATIONS: list[Relation] = [
     Relation("verb_preposition", "{x}", {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from harness.tasks.item import Question
+from item import Question
 
 Noun = tuple[str, str]  # singular, plural
 

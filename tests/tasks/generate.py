@@ -1,4 +1,4 @@
-"""Write the shipped tasks' JSONL files: `python -m harness.tasks.generate [FOLDER]`. The same bytes every time.
+"""Write the JSONL files of the tasks in harness/tasks: `python tests/tasks/generate.py`. The same bytes every time.
 
 The files are package data, so that a task's items are fixed by the release, not by the machine that runs it. A
 change of any item is a new version in the task's YAML file: scores of two versions do not compare.
@@ -7,12 +7,13 @@ change of any item is a new version in the task's YAML file: scores of two versi
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.tasks import agreement, facts, phrases
-from harness.tasks.item import Question, records
+import agreement
+import facts
+import phrases
+from item import Question, records
 
 TASKS: dict[str, Callable[[], list[Question]]] = {
     "qad_agreement": agreement.questions,
@@ -32,4 +33,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    main(Path(__file__).parents[2] / "harness" / "tasks")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.tasks.item import Question, Relation, expand
+from item import Question, Relation, expand
 
 RELATIONS: list[Relation] = [
     Relation("capital", "The capital of {x} is", {
