@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from harness.records.record import LENGTH
+from harness.records.record import ERROR, LENGTH
 from qad.artifact import digest_of
 from qad.errors import StorageError
 from qad.untrusted import strict_json, text_lines
@@ -26,17 +26,40 @@ _TIMES, _CHARACTERS, _LONGEST_UNIT = 4, 120, 400
 class Answer:
     """text: everything generated, thinking included. tokens, thinking_tokens: generated, None where nobody counted.
 
-    finish: stop, length (cut off by the limit of new tokens), error (the server failed; text is empty) or "" (not told).
+    finish: stop, length (cut off: by the limit of new tokens, or inside its thinking), error (the server failed; text is empty)
+    or "" (not told). reason: of a failure.
     """
 
     text: str
     tokens: int | None
     finish: str
     thinking_tokens: int | None = None
+    reason: str = ""
 
     @property
     def loops(self) -> bool:
         return ends_in_a_loop(self.text)
+
+
+def opening(think_end: str) -> str:
+    """The mark that begins the thinking which `think_end` ends, "" where that does not tell: </think> -> <think>."""
+    return think_end.replace("/", "", 1) if "/" in think_end else ""
+
+
+def as_ended(answer: Answer, prompt: str, think_end: str | None, most: int) -> Answer:
+    """The answer, cut off where it was and nobody said so: a server that tells no reason and used all `most` tokens; thinking
+    that prompt or answer opened and nothing closed, or that no reason tells to be over.
+
+    prompt: as it was sent, "" where a server's own template makes it.
+    """
+    if answer.finish in (ERROR, LENGTH):
+        return answer
+    cut = not answer.finish and answer.tokens is not None and answer.tokens >= most
+    if think_end is not None and think_end not in answer.text:
+        mark = opening(think_end)
+        asked = prompt.rpartition(think_end)[2]
+        cut |= not answer.finish or (bool(mark) and (mark in answer.text or mark in asked))
+    return dataclasses.replace(answer, finish=LENGTH) if cut else answer
 
 
 def scored_text(answer: Answer, until: Iterable[str], think_end: str | None) -> str:

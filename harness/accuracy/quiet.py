@@ -10,7 +10,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines below ERROR and no progress bars from lm-eval and datasets, whose bars have no switch."""
+    """No log lines and no progress bars from lm-eval and datasets, whose bars have no switch. What fails raises; what lm-eval
+    logs of a server's replies is as long as they are."""
     import datasets
     import lm_eval.api.model
     import lm_eval.api.task
@@ -22,7 +23,7 @@ def quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     shown = not datasets.are_progress_bars_disabled()
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)
     for module, bar in zip(modules, bars, strict=True):
         module.tqdm = _without_bar(bar)
     datasets.disable_progress_bars()

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness.accuracy.journal import Answer, Journal, scored_text
+from harness.accuracy.journal import Answer, Journal, as_ended, scored_text
 from harness.records.record import ERROR
 from qad.artifact import canonical
 from qad.errors import DataError
@@ -44,6 +44,7 @@ class Asking:
     ) -> None:
         self.lm, self.journal, self.think_end, self.progress = lm, journal, think_end, progress
         self.seed = 0
+        self.failures: collections.Counter[str] = collections.Counter()
         self._settings: Any = None
         self._done = self._total = 0
         lm.set_cache_hook(self)
@@ -58,7 +59,10 @@ class Asking:
     def add_partial(self, kind: str, arguments: Sequence[Any], response: Any) -> None:
         """lm-eval's hook. It may name changed generation settings; the ones that were asked with count."""
         if kind == GENERATE:
-            said: Answer = self.lm.said.popleft()
+            text = arguments[0] if isinstance(arguments[0], str) else ""  # a conversation's prompt is the server's
+            most = int((self._settings or {}).get("max_gen_toks", self.lm.max_gen_toks))
+            said = as_ended(self.lm.said.popleft(), text, self.think_end, most)
+            self.failures.update([said.reason or "no reason told"] if said.finish == ERROR else [])
             key = self._key(kind, (arguments[0], self._settings))
             self.journal.put(key, dataclasses.asdict(said), keep=said.finish != ERROR)
         else:

@@ -70,7 +70,9 @@ def measure_suite(
                 samples = _evaluate(asking, group, suite, limit, seed)
                 for task in group:
                     parts[task.name].append(_Pass(task, number, asking, samples[task.name], suite))
-        return _assembled(suite, ready, parts)
+        measured = _assembled(suite, ready, parts)
+        data = dataclasses.replace(measured.data, failures=dict(asking.failures) or None)
+        return dataclasses.replace(measured, data=data)
 
 
 def _groups(ready: list[ReadyTask], number: int) -> list[tuple[int, int | None, list[ReadyTask]]]:

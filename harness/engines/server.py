@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from harness.engines import trtllm, vllm
+from harness.engines.answers import ask, served_models
 from harness.engines.environment import engine_python
 from harness.engines.process import ServerProcess
 from harness.engines.tree_memory import tree_memory
 from harness.records.record import Engine, EngineMemory
 from qad.errors import EngineError, UsageError
+from qad.untrusted import strict_json
 
 HOST = "127.0.0.1"
 PORT_TRIES = 3
@@ -104,21 +103,22 @@ def serve(
 
 
 def get(url: str, timeout_s: float = 10.0) -> str:
-    """The body of an HTTP GET on this machine, without any proxy. Raises OSError."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=timeout_s) as answer:
-        return str(answer.read().decode("utf-8", errors="replace"))
+    """The body of an HTTP GET on this machine, without any proxy. Raises OSError, or ValueError where it has no end."""
+    return ask(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
 
 
 def _server(adapter: Adapter, process: ServerProcess, port: int, folder: Path) -> Server:
     root = f"http://{HOST}:{port}"
-    models = json.loads(get(f"{root}/v1/models"))["data"]
+    try:
+        model = served_models(root)[0]["id"]
+    except (OSError, ValueError, IndexError) as error:
+        raise EngineError(f"the server does not say which model it serves ({error}): see {process.log}") from error
     log = process.log.read_text(encoding="utf-8", errors="replace")
     facts = adapter.memory(log, _optional(f"{root}/metrics"))
     engine = adapter.describe(log, _version(_optional(f"{root}/version")), folder)
     measured = tree_memory(process.tree(), gpu=engine.device.startswith("cuda"))
     facts = dataclasses.replace(facts, process_bytes=measured.bytes, process_method=measured.method)
-    return Server(f"{root}/v1", str(models[0]["id"]), engine, process.log, process.pid, facts)
+    return Server(f"{root}/v1", model, engine, process.log, process.pid, facts)
 
 
 def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bool:
@@ -155,7 +155,7 @@ def _optional(url: str) -> str:
 
 def _version(answer: str) -> str | None:
     try:
-        return str(json.loads(answer)["version"])
+        return str(strict_json(answer)["version"])
     except (ValueError, KeyError, TypeError):
         return None
 

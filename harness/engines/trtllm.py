@@ -6,7 +6,6 @@ as its documentation, sources and published logs show them; they were not seen i
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from harness.engines.declared import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
 from qad.errors import UsageError
+from qad.untrusted import count, mapping, strict_json
 
 NAME = "trtllm"
 GIB = 2**30
@@ -80,14 +80,14 @@ def _cache_tokens(metrics: str) -> int | None:
     """maxNumBlocks * tokensPerBlock of the newest iteration that reports its cache. /metrics is empty before a request,
     and where the server was not told to keep iteration statistics."""
     try:
-        iterations = json.loads(metrics)
+        iterations = strict_json(metrics, nan_is_null=True)
     except ValueError:
         return None
     for iteration in reversed(iterations if isinstance(iterations, list) else []):
-        stats = iteration.get("kvCacheStats") or {}
-        blocks, size = stats.get("maxNumBlocks"), stats.get("tokensPerBlock")
+        stats = mapping(mapping(iteration).get("kvCacheStats"))
+        blocks, size = count(stats.get("maxNumBlocks")), count(stats.get("tokensPerBlock"))
         if blocks and size:
-            return int(blocks) * int(size)
+            return blocks * size
     return None
 
 

@@ -6,17 +6,17 @@ merged, so that of the k + 1 parts is at most that of the whole vocabulary. The 
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.engines.answers import ask_json
 from harness.fidelity.distance import token_quantiles
 from harness.records.record import FidelityData, FidelitySequence
 from qad.errors import DataError
+from qad.untrusted import is_number
 
 # What is left of a served distribution, at least: FP32 log-probabilities add up to 1 within about this. Too large a bucket makes
 # the bound lower, and a bound it stays.
@@ -54,9 +54,9 @@ def measure_topk(
     found: list[FidelitySequence] = []
     device = next(teacher.parameters()).device
     for cluster, ids_T in sequences:
-        served = _ask(url, model, ids_T.tolist(), k)
         with torch.no_grad():
             logits_TV = teacher(input_ids=ids_T[None].to(device), use_cache=False).logits[0, :-1]
+        served = _ask(url, model, ids_T.tolist(), k, logits_TV.shape[-1])
         log_p_TV = logits_TV.double().log_softmax(-1).cpu()
         own, agree, theirs = [], 0, 0.0
         for log_p_V, named, target in zip(log_p_TV, served, ids_T[1:].tolist(), strict=True):
@@ -75,28 +75,36 @@ def measure_topk(
     return FidelityData(data_name, found, quantiles, bound=f"top {k} tokens and a bucket of all others: a lower bound")
 
 
-def _ask(url: str, model: str, ids: list[int], k: int) -> list[dict[int, float]]:
-    """Of every token but the first: ids that the server names, the token itself among them, with their log-probabilities."""
+def _log_probability(value: object) -> float:
+    """Raises ValueError for what is none; rounding may leave one slightly above 0."""
+    if not is_number(value) or value > 1e-3:
+        raise ValueError(f"{str(value)[:40]} is no log-probability")
+    return float(value)
+
+
+def _ask(url: str, model: str, ids: list[int], k: int, vocabulary: int) -> list[dict[int, float]]:
+    """Of every token but the first: ids below `vocabulary` that the server names, the token itself among them, with their
+    log-probabilities."""
     payload = {
         "model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": k,
         "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url.rstrip('/').removesuffix('/v1')}/v1/completions",
-        json.dumps(payload).encode(),
-        {"Content-Type": "application/json"},
-    )
+    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
     try:
-        with urllib.request.urlopen(request, timeout=600) as response:
-            told = json.load(response)["choices"][0]["logprobs"]
+        told = ask_json(address, payload, timeout_s=600, proxied=True)["choices"][0]["logprobs"]
         top = told["top_logprobs"][1 : len(ids)]
         own = list(zip(told["tokens"][1 : len(ids)], told["token_logprobs"][1 : len(ids)], strict=True))
         found = [
-            {int(name.removeprefix("token_id:")): float(logp) for name, logp in (entry | {token: value}).items()}
+            {
+                int(name.removeprefix("token_id:")): _log_probability(logp)
+                for name, logp in (entry | {token: value}).items()
+            }
             for entry, (token, value) in zip(top, own, strict=True)
         ]
         if [int(token.removeprefix("token_id:")) for token, _ in own] != ids[1:]:
             raise ValueError("it scored other tokens than it was sent")
+        if len(found) != len(ids) - 1 or not all(0 <= token < vocabulary for named in found for token in named):
+            raise ValueError("it names tokens that the teacher has not, or leaves some out")
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise DataError(
             f"{url} does not score prompts by token id ({error}): fidelity over an API needs a server that does, such as vLLM"

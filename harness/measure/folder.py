@@ -13,11 +13,13 @@ from harness.fidelity.section import test_sequences
 from harness.measure import accuracy, fidelity, throughput
 from harness.measure.subject import Found, Subject
 from harness.memory.served import memory_of, memory_settings
+from harness.records.record import AccuracyData
 from qad.arms.origin import reference_of
 from qad.errors import UsageError
 from qad.recipes.recipe import Accuracy, Fidelity, Throughput
 from qad.text.packing import MINIMUM
 from qad.text.sources import Need, Reader
+from qad.untrusted import clean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ def measure_folder(
         found = _fidelity(subject, section, how)
     subject.write(out, found, started)
     finished(out)
+    if isinstance(found.data, AccuracyData) and found.data.failed:
+        how.say(f"warning: {arm}, {clean(found.data.failed, 600)}")
 
 
 def _accuracy(subject: Subject, section: Accuracy, out: Path, how: How) -> Found:

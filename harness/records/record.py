@@ -196,11 +196,25 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyData:
-    """samples: name of the file of all samples, beside the record."""
+    """samples: name of the file of all samples, beside the record. failures: requests by the reason why they failed."""
 
     KIND: ClassVar[str] = "accuracy"
     tasks: list[TaskScore]
     samples: str | None = dataclasses.field(default=None, metadata=LATER)
+    failures: dict[str, int] | None = dataclasses.field(default=None, metadata=LATER)
+
+    @property
+    def failed(self) -> str:
+        """How many requests failed and why, the most frequent reasons first; "" for none."""
+        if not self.failures:
+            return ""
+        reasons = sorted(self.failures.items(), key=lambda found: -found[1])
+        more = f"; {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+        return (
+            f"{sum(self.failures.values())} requests failed: "
+            + "; ".join(f"{why} ({n})" for why, n in reasons[:3])
+            + more
+        )
 
 
 @dataclasses.dataclass(frozen=True)

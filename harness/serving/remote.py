@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from harness.engines.answers import ask_json, served_models
 from harness.records.record import Engine
 from qad.errors import UsageError
 from qad.untrusted import mapping
@@ -36,7 +33,10 @@ def running_server(
     Raises UsageError where nothing answers, or the server offers no or several models and none is named like `folder`.
     """
     root = url.rstrip("/").removesuffix("/v1")
-    models = [str(model["id"]) for model in _get(f"{root}/v1/models").get("data", [])]
+    try:
+        models = [str(model["id"]) for model in served_models(root)]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{url} does not answer as an OpenAI server ({error}): check --server") from error
     named = [name for name in models if Path(name).name == folder.name]
     chosen = named[:1] or models
     if len(chosen) != 1:
@@ -48,8 +48,8 @@ def running_server(
 
 def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engine:
     try:
-        version = str(_get(f"{root}/version").get("version", ""))
-    except UsageError:
+        version = str(mapping(ask_json(f"{root}/version")).get("version", ""))
+    except (OSError, ValueError):
         version = ""
     if log is None or name is None:
         return Engine(name or "server", version, "", "", UNKNOWN_KERNELS, emulated=False)
@@ -57,13 +57,3 @@ def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engi
 
     text = log.read_text(encoding="utf-8", errors="replace")
     return ADAPTERS[name].describe(text, version or None, folder)
-
-
-def _get(url: str) -> dict[str, Any]:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=10) as answer:
-            value = json.loads(answer.read())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{url} does not answer ({error}): check --server") from error
-    return mapping(value)

@@ -56,6 +56,8 @@ def _accuracy(run: Run, comparison: Comparison, records: list[Record]) -> Found:
         yield "Left out", note
     measured = [record for record in records if isinstance(record.data, AccuracyData)]
     for record in measured:
+        if isinstance(record.data, AccuracyData) and record.data.failed:
+            yield f"Answers of {arm_name(record.arm)}", record.data.failed
         if f"{record.arm}/{SAMPLES}" not in run.samples:
             yield f"Questions and answers of {arm_name(record.arm)}", f"not shown: the run holds no {SAMPLES} of it"
     if measured and not comparison.outputs:
