@@ -17,7 +17,7 @@ from export.rules.against_arm import against_arm
 from export.rules.findings import Finding, error, to_json, warning
 from qad.errors import UsageError
 
-__all__ = ["Finding", "check", "to_json"]
+__all__ = ["Finding", "check", "looked_at", "to_json"]
 
 ENGINES = ("all", "vllm", "trtllm")
 
@@ -40,6 +40,13 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
     if engine != "all":
         findings = [f for f in findings if f.engine in (engine, "all")]
     return sorted(dict.fromkeys(findings), key=lambda f: (f.severity != "error", f.rule, f.module))
+
+
+def looked_at(folder: Path) -> str:
+    """How much a check of the folder covers, in words."""
+    opened = open_folder(folder)
+    modules = f"{len(opened.packed):,} quantized modules" if opened.packed else "no quantized module"
+    return f"{len(opened.tensors):,} tensors in {len(opened.files)} files, {modules}"
 
 
 def _findings(folder: Folder, tp: int) -> Iterator[Finding]:

@@ -89,7 +89,8 @@ def load_run(run: Path, given: list[Record]) -> Run:
     settings = _settings(recipe)
     measure = mapping(settings.get("measure"))
     left_out = frozenset(name for name in ("calibrate", "train") if settings.get(name, {}) is None)
-    missing = _missing_records(run, given, measure, [arm for arm in ARMS if arm != "qad" or "train" not in left_out])
+    arms = [*mapping(settings.get("arms"))] or [arm for arm in ARMS if arm != "qad" or "train" not in left_out]
+    missing = _missing_records(run, given, measure, arms)
     steps = [] if "train" in left_out else _steps(run / METRICS, missing)
     if "train" in left_out:
         missing.append(("training curve", "there is none: the recipe has no train"))

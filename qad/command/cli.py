@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
                      "is exported from --source")  # fmt: skip
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
+    sub = _command(commands, "validate", _validate, "check, measure and judge folders that any tool made: one report")
+    sub.add_argument("folders", nargs="+", metavar="NAME=DIR", help="bf16=DIR, the original, and quantized folders")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="RUN", help="folder for records and report")
+    measure_command.add_validation(sub)
+    _policy(sub)
+    _trust(sub)
+
     text = "measure one checkpoint folder into a record"
     sub = commands.add_parser("measure", help=text, description=f"M{text[1:]}.")
     measure_command.add(sub, _trust, say)
@@ -319,7 +326,8 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from export.check import check, to_json
+    from export.check import check, looked_at, to_json
+    from export.rules.findings import finding_lines
     from reports.numbers import plural
 
     folder = _fixed(args) if args.fix else args.folder
@@ -328,10 +336,10 @@ def _check(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps(to_json(findings), indent=1))
     else:
-        for f in findings:
-            told = f"{f.severity}: {f.rule} {clean(f.module, 300)} ({f.engine}): {clean(f.message, 1000)}"
-            say(f"{told}\n    remedy: {clean(f.remedy, 300)}")
-        say(f"{folder}: " + (plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"))
+        for line in finding_lines(findings):
+            say(line)
+        verdict = plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"
+        say(f"{folder}: {verdict} ({looked_at(folder)})")
     return 1 if bad else 0
 
 
@@ -355,6 +363,15 @@ def _compare(args: argparse.Namespace) -> int:
     )
     say(f"{text}\n\ncomparison: {artifact.path}")
     return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from qad.command.validate import Validation, folders_of, validate
+
+    asked = Validation(
+        folders_of(args.folders), measure_command.validation_section(args), args.policy, args.dtype, args.seed
+    )
+    return validate(asked, args.out, say)
 
 
 def _gate(args: argparse.Namespace) -> int:

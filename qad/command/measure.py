@@ -6,11 +6,14 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qad.command import arguments
 from qad.errors import UsageError
 from qad.untrusted import mapping
+
+if TYPE_CHECKING:
+    from qad.recipes.recipe import Measure
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
@@ -99,10 +102,47 @@ def _asked(parser: argparse.ArgumentParser) -> None:
                         "another batch size, seed and attention kernel")  # fmt: skip
 
 
+def add_validation(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `qad validate`: what is measured of every folder."""
+    parser.add_argument("--measure", metavar="KINDS", help="of memory, fidelity, accuracy, throughput, separated by commas "
+                        "(default: the first three, and throughput where an engine computes natively)")  # fmt: skip
+    parser.add_argument("--engine", choices=["auto", "transformers", "vllm"], default="auto",
+                        help="serves the folders for memory and speed (default: vllm where it has a GPU)")  # fmt: skip
+    _accuracy(parser)
+    _test_text(parser)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto",
+                        help="compute dtype in this process (default: auto)")  # fmt: skip
+    parser.add_argument("--seed", type=arguments.unsigned, default=0, help="default: 0")
+
+
+def validation_section(args: argparse.Namespace) -> Measure:
+    """The section `measure` of a recipe that the arguments of `qad validate` stand for. Raises UsageError."""
+    from qad.command.validate import with_speed
+    from qad.recipes.load import parse_section
+    from qad.recipes.recipe import Measure
+
+    known = ("memory", "fidelity", "accuracy", "throughput")
+    kinds = args.measure.split(",") if args.measure else known[:3]
+    odd = next((kind for kind in kinds if kind not in known), None)
+    if odd is not None:
+        raise UsageError(f"--measure {odd!r} is unknown: use {', '.join(known)}")
+    sections = {"fidelity": _fidelity_section(args), "accuracy": _accuracy_section(args), "throughput": {}}
+    asked = {kind: parse_section(kind, sections[kind]).model_dump() for kind in kinds if kind != "memory"}
+    measure = Measure.model_validate({"engine": args.engine, "memory": "memory" in kinds, **asked})
+    return measure if args.measure else with_speed(measure, {})
+
+
 def _fidelity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original of HF_DIR (required)")
     parser.add_argument("--other-teacher", action="store_true", help="--teacher is another model, on purpose: its records are "
                         "compared with records of the same reference only")  # fmt: skip
+    _test_text(parser)
+    parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
+    parser.add_argument("--new-tokens", type=arguments.count, metavar="N", help="also write N tokens after the beginning of each "
+                        "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
+
+
+def _test_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         type=arguments.text,
@@ -113,9 +153,6 @@ def _fidelity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-len", type=arguments.count, default=512, help="longest sequence, in tokens (default: 512)"
     )
-    parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
-    parser.add_argument("--new-tokens", type=arguments.count, metavar="N", help="also write N tokens after the beginning of each "
-                        "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
 
 
 def _accuracy(parser: argparse.ArgumentParser) -> None:
@@ -263,8 +300,8 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
 
 
 def _fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
-    return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, "per_layer": args.per_layer,
-            "new_tokens": args.new_tokens}  # fmt: skip
+    extras = {"per_layer": getattr(args, "per_layer", False), "new_tokens": getattr(args, "new_tokens", None)}
+    return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, **extras}
 
 
 def _accuracy_section(args: argparse.Namespace) -> dict[str, Any]:

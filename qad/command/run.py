@@ -39,6 +39,7 @@ from qad.untrusted.yaml_text import read_yaml
 if TYPE_CHECKING:
     from harness.records.comparison import Comparison
     from harness.records.record import Record
+    from harness.records.verdict import Verdict
 
 DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
@@ -166,6 +167,16 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")
+
+
+def judged(out: Path, policy: str) -> Verdict | None:
+    """The verdict that the report of a run folder shows; None where there is nothing to judge."""
+    from harness.compare.policy import load_policy
+    from harness.compare.recovery import compare
+    from qad.command.compare import verdict_on
+    from reports.load import load_records
+
+    return verdict_on(compare(load_records(out)), load_policy(policy))
 
 
 def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:

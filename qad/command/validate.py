@@ -1,0 +1,163 @@
+"""`qad validate`: a deployment validation of folders that any tool made, in one command and one exit code.
+
+    qad validate bf16=DIR ptq=DIR qad=DIR --out RUN
+
+checks every quantized folder, measures all of them as a run does (memory, distance from bf16, benchmarks, speed where an engine
+computes natively), compares, judges and renders the report. Started again, it goes on where it was.
+
+RUN/recipe.yaml                 the folders, and what is measured
+RUN/measure/ARM/KIND.json       records
+RUN/report/                     as of a run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from export.check import check, looked_at
+from export.rules.findings import finding_lines
+from harness.accuracy.section import Scoring
+from harness.compare.policy import load_policy
+from harness.engines.available import run_engine
+from harness.measure.arms import KINDS, Measuring
+from harness.measure.subject import Subject
+from qad.arms.origin import reference_of
+from qad.artifact import require_apart, require_writable
+from qad.command.run import judged, report_run
+from qad.errors import ArtifactError, BrokenCheckpointError, UsageError
+from qad.lock import only_one
+from qad.recipes.recipe import Measure
+from qad.text.documents import Part
+from qad.text.packing import MINIMUM
+from qad.text.sources import Need, Reader
+
+BASELINE = "bf16"
+RECIPE = "recipe.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What is asked.
+
+    folders: arm -> checkpoint folder, bf16 among them.
+    measure: as the section of a recipe.
+    policy: name or file of what the numbers are held against.
+    """
+
+    folders: dict[str, Path]
+    measure: Measure
+    policy: str
+    dtype: str
+    seed: int
+
+
+def folders_of(arguments: Sequence[str]) -> dict[str, Path]:
+    """NAME=DIR, bf16 first by custom. Raises UsageError for a name twice, without bf16, and for a single folder."""
+    folders: dict[str, Path] = {}
+    for argument in arguments:
+        arm, equals, path = argument.partition("=")
+        if not equals or not arm.replace("-", "").replace("_", "").replace(".", "").isalnum() or not path:
+            raise UsageError(f"{argument!r}: give NAME=DIR, such as bf16=models/mine ptq=export/ptq")
+        if arm in folders:
+            raise UsageError(f"{arm} is given twice: name each folder differently")
+        folders[arm] = Path(path)
+    if BASELINE not in folders or len(folders) < 2:
+        raise UsageError(f"give the original as {BASELINE}=DIR and at least one quantized folder, such as ptq=DIR")
+    return folders
+
+
+def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> int:
+    """The exit code of the verdict: 0 pass, 1 fail or a broken folder, 3 inconclusive.
+
+    Raises UsageError, SourceError before anything is measured; BrokenCheckpointError naming the broken folders.
+    """
+    load_policy(asked.policy)
+    require_apart(out, {f"folder {arm}": folder for arm, folder in asked.folders.items()})
+    _require_place(out)
+    with only_one(out):
+        subjects = [Subject.open(arm, folder, asked.dtype, asked.seed) for arm, folder in asked.folders.items()]
+        baseline = next(subject for subject in subjects if subject.arm == BASELINE)
+        subjects = [dataclasses.replace(subject, model=baseline.model) for subject in subjects]
+        _require_originals(subjects, baseline, say)
+        if asked.measure.accuracy:
+            Scoring.of(asked.measure.accuracy, asked.seed).require_data()
+        _require_sound(subjects, say)
+        _claim(asked, out)
+        measuring = Measuring(subjects, asked.measure, lambda: _text(asked, baseline), out, say)
+        for kind in KINDS[:-1]:
+            if getattr(asked.measure, kind):
+                say(f"== measure {kind}")
+                getattr(measuring, kind)()
+        say("== report")
+        report_run(out, say, asked.policy)
+        verdict = judged(out, asked.policy)
+    return verdict.exit_code if verdict else 0
+
+
+def with_speed(measure: Measure, throughput: dict[str, int]) -> Measure:
+    """Speed as well, where an engine is here whose speed is its own: on a CPU FP4 is emulated."""
+    if run_engine(measure.engine) is None:
+        return measure
+    return Measure.model_validate({**measure.model_dump(), "throughput": throughput})
+
+
+def _require_place(out: Path) -> None:
+    """Free, or a validation's. Raises ArtifactError, StorageError."""
+    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - {RECIPE, "measure", "report"}):
+        raise ArtifactError(f"{out} exists and is no validation's folder: choose another --out")
+    require_writable(out / RECIPE if out.is_dir() else out)
+
+
+def _require_originals(subjects: Sequence[Subject], baseline: Subject, say: Callable[[str], None]) -> None:
+    """bf16 is unquantized and what the others were made from, as far as that can be told."""
+    if baseline.source.config.get("quantization_config"):
+        raise UsageError(f"{BASELINE}={baseline.folder} is quantized: give the BF16 original as {BASELINE}")
+    for subject in subjects:
+        if subject is not baseline:
+            _, told = reference_of(subject.source, baseline.source, other=False)
+            if told:
+                say(told)
+
+
+def _require_sound(subjects: Sequence[Subject], say: Callable[[str], None]) -> None:
+    """Every quantized folder is checked before any is measured. Raises BrokenCheckpointError."""
+    broken = []
+    for subject in subjects:
+        if not subject.source.config.get("quantization_config") and subject.arm == BASELINE:
+            continue
+        findings = check(subject.folder)
+        for line in finding_lines(findings):
+            say(line)
+        bad = any(finding.severity == "error" for finding in findings)
+        broken += [subject.arm] * bad
+        say(f"check  {subject.arm}: {'broken' if bad else 'ok'} ({looked_at(subject.folder)})")
+    if broken:
+        raise BrokenCheckpointError(
+            f"{', '.join(broken)} would be served wrong, so nothing was measured: mend the folder (see `qad check DIR --fix OUT`), "
+            "or leave it out"
+        )
+
+
+def _claim(asked: Validation, out: Path) -> None:
+    """Write what is asked; the report reads it as a recipe without training."""
+    said = {
+        "arms": {arm: str(folder) for arm, folder in asked.folders.items()},
+        "seed": asked.seed,
+        "dtype": asked.dtype,
+        "calibrate": None,
+        "train": None,
+        "measure": asked.measure.model_dump(mode="json"),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RECIPE).write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _text(asked: Validation, baseline: Subject) -> list[Part]:
+    section = asked.measure.fidelity
+    assert section is not None
+    need = Need("test", section.tokens, section.seq_len, min(MINIMUM, section.seq_len))
+    return Reader(baseline.tokenizer, asked.seed).parts(section.data, need)
