@@ -137,8 +137,8 @@ def _require_sound(subjects: Sequence[Subject], say: Callable[[str], None]) -> N
         say(f"check  {subject.arm}: {'broken' if bad else 'ok'} ({looked_at(subject.folder)})")
     if broken:
         raise BrokenCheckpointError(
-            f"{', '.join(broken)} would be served wrong, so nothing was measured: mend the folder (see `qad check DIR --fix OUT`), "
-            "or leave it out"
+            f"{', '.join(broken)} would be served wrong, so nothing was measured: mend the folder (`qad check DIR --fix OUT` "
+            "helps), or leave it out"
         )
 
 

@@ -58,7 +58,7 @@ def test_folders_are_checked_measured_and_judged(
         }
     report = json.loads((out / "report" / "report.json").read_text())
     unmeasured = json.dumps(report["not_measured"])
-    assert "throughput of w4a16" in unmeasured
+    assert "Throughput of w4a16" in unmeasured
     assert "of qad" not in unmeasured
     assert yaml.safe_load((out / "recipe.yaml").read_text())["arms"]["ptq"] == str(folders / "ptq")
     verdict = main(["gate", str(out), "--arm", "ptq"])
