@@ -141,3 +141,20 @@ def _own_files(folder: Folder) -> Iterator[Finding]:
             yield warning("E11", name, f"{fault}: which value counts depends on the reader", "write the file again")
     if not any((folder.path / name).is_file() for name in _TOKENIZERS):
         yield warning("E11", "tokenizer", f"there is none ({', '.join(_TOKENIZERS)})", "copy it from the source model")
+    yield from _ids_without_row(folder)
+
+
+def _ids_without_row(folder: Folder) -> Iterator[Finding]:
+    """Every id of tokenizer.json has a row in the embedding."""
+    rows = max(
+        (entry.shape[0] for m in folder.embeddings if (entry := folder.entry(f"{m}.weight")) and entry.shape), default=0
+    )
+    tokenizer = read_json(folder.path / "tokenizer.json") or {}
+    vocabulary = mapping(mapping(tokenizer.get("model")).get("vocab"))
+    added = [mapping(token) for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
+    ids = [(index, token) for token, index in vocabulary.items() if isinstance(index, int) and index >= rows]
+    ids += [(index, str(t.get("content"))) for t in added if isinstance(index := t.get("id"), int) and index >= rows]
+    if rows and ids:
+        index, token = min(ids)
+        yield warning("E11", "tokenizer.json", f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine "
+                      "stops or reads what lies behind", "resize and train the embedding, or take the token out")  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 from harness.engines.declared import algorithm_of
 from harness.records.record import Engine
 from qad.errors import UsageError
+from qad.model.limits import require_ids
 from qad.model.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
 from qad.model.source import open_checkpoint
 
@@ -51,6 +52,7 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
         )
     tokenizer = load_tokenizer(checkpoint.folder)
     model = load_model(checkpoint, dtype, device, attention)
+    require_ids(model, tokenizer, folder)
     algorithm = algorithm_of(checkpoint.config)
     return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm))
 

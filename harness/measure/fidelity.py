@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from harness.fidelity.section import measure_distances
 from harness.measure.accuracy import OTHER_ATTENTION
 from harness.measure.subject import Found, Subject
+from qad.model.limits import require_positions
 from qad.recipes.recipe import Fidelity
 from qad.text.packing import Sequences
 
@@ -27,6 +28,7 @@ def measure(
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Found]:
     """By arm. The arm bf16 is the teacher itself. settings: those of `harness.fidelity.section.test_sequences`."""
+    require_positions(teacher.loaded.model, teacher.folder, {"seq_len": section.seq_len})
     students = {subject.arm: subject.loaded.model for subject in subjects if subject.arm != TEACHER}
     measured = measure_distances(section, students, teacher.loaded.model, text, teacher.seed, progress)
     return {s.arm: Found(measured[s.arm], s.loaded.engine, settings) for s in subjects}

@@ -12,6 +12,7 @@ from typing import Any
 from qad.arms.kv_cache import CALIBRATES, CAST, attentions
 from qad.arms.selection import Selection, describe, select
 from qad.errors import DataError, SourceError, UsageError
+from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
@@ -95,6 +96,8 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     skeleton = load_skeleton(source)
     selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
     _require_tensors(source, selection)
+    require_ids(skeleton, tokenizer, source.folder)
+    require_positions(skeleton, source.folder, _sequences(recipe))
     _check_kv_cache(section.kv_cache, skeleton)
     if recipe.train:
         check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
@@ -124,7 +127,10 @@ def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) 
     if recipe.train is None or recipe.train.teacher is None:
         return source, size
     teacher = open_checkpoint(recipe.train.teacher)
-    other = load_skeleton(teacher).get_output_embeddings().weight.shape[0]
+    built = load_skeleton(teacher)
+    require_ids(built, tokenizer, teacher.folder)
+    require_positions(built, teacher.folder, {"train.seq_len": recipe.train.seq_len})
+    other = built.get_output_embeddings().weight.shape[0]
     return teacher, shared_vocabulary(tokenizer, load_tokenizer(teacher.folder), size, other)
 
 
@@ -141,6 +147,20 @@ def _needs(recipe: Recipe) -> list[tuple[Data, Need]]:
     if fidelity:
         needs.append((fidelity.data, Need("test", fidelity.tokens, fidelity.seq_len, min(MINIMUM, fidelity.seq_len))))
     return needs
+
+
+def _sequences(recipe: Recipe) -> dict[str, int]:
+    """By recipe key, how many tokens of one sequence the model is given."""
+    asked = {"calibrate.seq_len": recipe.calibrate.seq_len} if recipe.calibrate else {}
+    asked |= {"train.seq_len": recipe.train.seq_len} if recipe.train else {}
+    fidelity, throughput = recipe.measure.fidelity, recipe.measure.throughput
+    if fidelity:
+        asked["measure.fidelity.seq_len"] = fidelity.seq_len
+        if fidelity.new_tokens:
+            asked["measure.fidelity.prompt_tokens + new_tokens"] = fidelity.prompt_tokens + fidelity.new_tokens
+    if throughput:
+        asked["measure.throughput.input_tokens + output_tokens"] = throughput.input_tokens + throughput.output_tokens
+    return asked
 
 
 def _require_tensors(source: Checkpoint, selection: Selection) -> None:

@@ -411,3 +411,12 @@ def test_headers_and_scales_are_read_once_and_no_codes(exported_dir: Path, monke
     assert not [f for f in check(exported_dir) if f.severity == "error"]
     stored = load_file(exported_dir / "model.safetensors")
     assert read == Counter(name for name, tensor in stored.items() if tensor.dtype != torch.uint8)
+
+
+def test_a_token_without_a_row_is_warned_of(exported: Path) -> None:
+    tokenizer = json.loads((exported / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 512, "content": "<|tool|>"})
+    (exported / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (found,) = check(exported)
+    assert (found.rule, found.severity, found.module) == ("E11", "warning", "tokenizer.json")
+    assert "id 512 ('<|tool|>') has no row in the embedding, which has 512" in found.message

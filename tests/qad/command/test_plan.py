@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from export.writer import export_arm
@@ -80,3 +83,58 @@ def test_what_the_run_could_not_measure_is_said_before(
         assert main([*command, "--set", override]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def refused(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """What `plan` and `ptq` say, which is the same."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(model)))
+    said = []
+    capsys.readouterr()
+    for command in (["plan", str(path)], ["ptq", str(path), "--out", str(folder / "arm")]):
+        assert main([*command, *[x for o in overrides for x in ("--set", o)]]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert not (folder / "arm").exists()
+    return said[0]
+
+
+@pytest.fixture(scope="module")
+def opt_dir(make_tokenizer: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny OPT of 16 learned positions."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "word_embed_proj_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+    folder = tmp_path_factory.mktemp("opt")
+    OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=16)).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def test_more_positions_than_the_model_has_are_refused_wherever_they_are_asked_for(
+    opt_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["calibrate.seq_len=16", "train.seq_len=16"]
+    asked = {
+        "calibrate.seq_len 32": ["train.seq_len=16"],
+        "train.seq_len 32": ["calibrate.seq_len=16"],
+        "measure.fidelity.seq_len 17": [*short, "measure.fidelity={data: python-docs, seq_len: 17}"],
+        "measure.fidelity.prompt_tokens + new_tokens 18": [
+            *short, "measure.fidelity={data: python-docs, seq_len: 16, prompt_tokens: 8, new_tokens: 10}"],
+        "measure.throughput.input_tokens + output_tokens 17": [*short, "measure.throughput={input_tokens: 16, output_tokens: 1}"],
+    }  # fmt: skip
+    for key, overrides in asked.items():
+        assert f"{key} is more than the 16 positions" in refused(opt_dir, tmp_path, capsys, *overrides)
+
+
+def test_positions_and_rows_of_another_teacher_count_too(
+    opt_dir: Path, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = make_llama(tmp_path / "student")
+    assert "train.seq_len 32 is more than the 16" in refused(student, tmp_path, capsys, f"train.teacher={opt_dir}")
+    small = make_llama(tmp_path / "small", vocab_size=500)
+    said = refused(student, tmp_path, capsys, f"train.teacher={small}")
+    assert f"{small}: id 500 of the tokenizer" in said
+    assert "which has 500 (12 such tokens)" in said
+    assert f"{small}: id 500 of the tokenizer" in refused(small, tmp_path, capsys)
