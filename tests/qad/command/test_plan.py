@@ -133,8 +133,8 @@ def test_positions_and_rows_of_another_teacher_count_too(
 ) -> None:
     student = make_llama(tmp_path / "student")
     assert "train.seq_len 32 is more than the 16" in refused(student, tmp_path, capsys, f"train.teacher={opt_dir}")
-    small = make_llama(tmp_path / "small", vocab_size=500)
+    small = make_llama(tmp_path / "small", vocab_size=430)
     said = refused(student, tmp_path, capsys, f"train.teacher={small}")
-    assert f"{small}: id 500 of the tokenizer" in said
-    assert "which has 500 (12 such tokens)" in said
-    assert f"{small}: id 500 of the tokenizer" in refused(small, tmp_path, capsys)
+    assert f"{small}: id 430 of the tokenizer" in said
+    assert "which has 430 (7 such tokens)" in said
+    assert f"{small}: id 430 of the tokenizer" in refused(small, tmp_path, capsys)
