@@ -10,6 +10,7 @@ from reports.load import Step
 from reports.numbers import gigabytes, people_list, percent, percent_interval, plural, significant
 from reports.parts import Banner
 
+CUT_OFF = 0.01  # share of answers, above which it is said
 LOW_RECOVERY = 0.95  # a benchmark below it gets a warning, however good the median is
 BASELINE, PTQ, QAD = ARMS
 
@@ -99,8 +100,25 @@ def verdict_banner(verdict: Verdict | None) -> Banner | None:
 def banners(comparison: Comparison, records: list[Record], steps: list[Step]) -> list[Banner]:
     """Warnings first."""
     found = [*_collapsed(comparison), *_training(comparison, steps), *_reference(records), *_emulated(records)]
-    found += _smoke(comparison)
+    found += [*_doubtful(comparison), *_cut_off(comparison), *_smoke(comparison)]
     return sorted(found, key=lambda banner: banner.level != "warning")
+
+
+def _doubtful(comparison: Comparison) -> list[Banner]:
+    """Recoveries that decide nothing, whatever their value."""
+    named = [f"{arm_name(arm)} on {clean(row.label, 60)}, {clean(why, 160)}" for row in comparison.benchmarks
+             for arm, why in row.doubt.items()]  # fmt: skip
+    more = f"; {len(named) - 5} more" if len(named) > 5 else ""
+    return [Banner("warning", "Not to be relied on", "; ".join(named[:5]) + more + ".")] if named else []
+
+
+def _cut_off(comparison: Comparison) -> list[Banner]:
+    """Answers that were cut off count as they stand, which may be a server's or a protocol's doing."""
+    named = [f"{percent(share.value)} of {arm_name(arm)}'s on {clean(row.benchmark, 60)}" for row in comparison.outputs
+             for arm, share in row.truncated.items() if share.value > CUT_OFF]  # fmt: skip
+    more = f"; {len(named) - 5} more" if len(named) > 5 else ""
+    text = f"Of the answers, {'; '.join(named[:5])}{more} were cut off, and are scored as far as they go."
+    return [Banner("caution", "Answers cut off", text)] if named else []
 
 
 def _reference(records: list[Record]) -> list[Banner]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from harness.compare.recovery import compare
 from harness.records.comparison import from_json, to_json
 from harness.records.record import AccuracyData, Engine, Item, Outputs, Record, TaskScore
 from harness.records.verdict import INCONCLUSIVE
+from reports.render import render
 from reports.sections.items import pairs
 from reports.sections.tables import accuracy_group
 
@@ -122,3 +124,25 @@ def test_items_keep_their_order_and_their_answers() -> None:
     kept = [[item.doc_hash for item in score.items] for score in found.scores.values()]
     assert kept[0] == kept[1] == [f"d{i}" for i in range(20, N - 20)]
     assert all(score.outputs and set(score.outputs.finish) == {"stop"} for score in found.scores.values())
+
+
+def test_the_report_says_what_failed_was_cut_off_and_was_left_out(tmp_path: Path) -> None:
+    bf16, qad = arm("bf16", never), arm("qad", long_ones)
+    assert isinstance(qad.data, AccuracyData)
+    said = qad.data.tasks[0].outputs
+    assert said is not None
+    cut = dataclasses.replace(said, finish=["length"] * 5 + said.finish[5:])
+    task = dataclasses.replace(qad.data.tasks[0], outputs=cut)
+    told = {"HTTP 400, <b>too\x1b[31m long</b>": 20}
+    imported = {"imported": {"left_out": ["empty: its row in r.json has no score that is a number"]}}
+    qad = dataclasses.replace(qad, data=AccuracyData([task], failures=told), provenance=imported)
+    records = [bf16, qad]
+    comparison = compare(records)
+    render(tmp_path, comparison, records, judge(comparison, load_policy("drop-1pct")))
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "report" / name).read_text()
+        for words in ("20 of 200 requests failed under qad", "Answers cut off", "2.8 %", "empty: its row in r.json",
+                      "20 requests failed: HTTP 400"):  # fmt: skip
+            assert words in page, (name, words)
+        assert "\x1b" not in page
+        assert "<b>too" not in page

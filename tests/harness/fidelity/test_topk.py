@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -39,8 +38,7 @@ def test_it_is_a_lower_bound_that_grows_with_k(k: int) -> None:
 def test_a_served_model(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model served: every term of the bound is zero, and the rest is what the model in this process says."""
 
-    def urlopen(request: Any, timeout: float) -> Any:
-        payload = json.loads(request.data)
+    def ask_json(url: str, payload: Any, **_: Any) -> Any:
         ids = payload["prompt"]
         with torch.no_grad():
             log_probs = tiny.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -50,12 +48,9 @@ def test_a_served_model(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> N
             top.append({f"token_id:{n}": v for n, v in zip(names.tolist(), values.tolist(), strict=True)})
         own = [None, *(float(log_probs[i, ids[i + 1]]) for i in range(len(ids) - 1))]
         names = [f"token_id:{i}" for i in (ids if payload["logprobs"] else ids[::-1])]
-        body = {"choices": [{"logprobs": {"tokens": names, "token_logprobs": own, "top_logprobs": top}}]}
-        import io
+        return {"choices": [{"logprobs": {"tokens": names, "token_logprobs": own, "top_logprobs": top}}]}
 
-        return io.BytesIO(json.dumps(body).encode())
-
-    monkeypatch.setattr(topk.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(topk, "ask_json", ask_json)
     ids = torch.randint(512, (12,), generator=torch.Generator().manual_seed(0))
     data = measure_topk("http://h/v1", "m", tiny.model, [("a", ids)], "text", 20)
     (sequence,) = data.sequences
@@ -65,3 +60,34 @@ def test_a_served_model(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> N
     assert data.bound == "top 20 tokens and a bucket of all others: a lower bound"
     with pytest.raises(DataError, match="it scored other tokens than it was sent"):
         measure_topk("http://h", "m", tiny.model, [("a", ids)], "text", 0)
+
+
+TOP: list[Any] = [None, {"token_id:5": -0.1}, {"token_id:6": -0.1}]
+NONSENSE: dict[str, Any] = {
+    "an object": {}, "a number": 7, "no choice": {"choices": []}, "no log-probabilities": {"choices": [{"logprobs": None}]},
+    "a positive one": {"token_logprobs": [None, 0.5, -1.0]}, "a string": {"token_logprobs": [None, "x", -1.0]},
+    "null": {"token_logprobs": [None, None, -1.0]}, "too few": {"token_logprobs": [None, -1.0]},
+    "a token beyond the vocabulary": {"top_logprobs": [None, {"token_id:99999": -0.1}, TOP[2]]},
+    "a token below it": {"top_logprobs": [None, {"token_id:-1": -0.1}, TOP[2]]},
+    "names for ids": {"top_logprobs": [None, {"word": -0.1}, TOP[2]]},
+    "a number for a position": {"top_logprobs": [None, 3, TOP[2]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_server_that_scores_nonsense_is_refused(
+    name: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "tokens": ["token_id:4", "token_id:5", "token_id:6"],
+        "token_logprobs": [None, -1.0, -1.0],
+        "top_logprobs": TOP,
+    }
+    change = NONSENSE[name]
+    reply = (
+        {"choices": [{"logprobs": {**told, **change}}]} if isinstance(change, dict) and {*change} & {*told} else change
+    )
+    monkeypatch.setattr(topk, "ask_json", lambda *_, **__: reply)
+    with pytest.raises(DataError, match="does not score prompts by token id") as caught:
+        measure_topk("http://h", "m", tiny.model, [("a", torch.tensor([4, 5, 6]))], "text", 1)
+    assert "\n" not in str(caught.value)
