@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: setup demo test test-in-vllm lint bench gpu-check report-check vllm-env clean
+.PHONY: docs setup demo test test-in-vllm lint bench gpu-check report-check vllm-env clean
 
 setup: $(VENV)/.done
 
@@ -36,6 +36,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet qad export harness reports
+
+# Documentation, strict and without network, into build/site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/fake_quantize.py

@@ -1,0 +1,73 @@
+"""README and docs/: every command parses as printed, every recipe validates, the pages build strictly."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qad.command.cli import _parser
+from qad.recipes.recipe import Measure, Quantize, Train
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def fenced(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every fenced block of a language; "" is the shell's."""
+    found = []
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+            if match[2] == language:
+                found.append((page.relative_to(ROOT).as_posix(), match[3].replace("\n" + match[1], "\n")))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    lines = [(page, line.strip()) for page, text in fenced("") for line in text.splitlines()]
+    return sorted({(page, line) for page, line in lines if line.startswith("qad ")})
+
+
+def test_there_are_commands_and_recipes_to_hold() -> None:
+    assert len(commands()) > 20
+    assert len(fenced("yaml")) > 2
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_a_command_parses_as_it_is_printed(page: str, line: str) -> None:
+    """Placeholders stand for paths; what follows # is said to the reader. [OPTION] may be left out."""
+    words = shlex.split(line, comments=True)[1:]
+    words = [word for word in words if not word.startswith("[")]
+    _parser().parse_args(words)  # a command that does not parse exits
+
+
+@pytest.mark.parametrize(("page", "text"), fenced("yaml"))
+def test_a_recipe_or_a_part_of_one_validates(page: str, text: str) -> None:
+    raw = yaml.safe_load(text)
+    assert isinstance(raw, dict)
+    if "model" in raw:
+        from qad.recipes.load import parse_recipe
+
+        parse_recipe(raw, page)
+    sections = {"quantize": Quantize, "measure": Measure}
+    for name, section in sections.items():
+        if name in raw:
+            section.model_validate(raw[name])
+    if "train" in raw:
+        Train.model_validate({"data": "python-docs", "tokens": 10**6, **raw["train"]})
+
+
+def test_the_pages_build_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    keys = (tmp_path / "site" / "reference" / "keys" / "index.html").read_text(encoding="utf-8")
+    assert "train.lr" in keys
+    loaded = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]*)"', keys)
+    assert loaded == [], "a page must need no network"
