@@ -52,7 +52,7 @@ def records_page() -> str:
 
     parts = [
         "# Records",
-        "`RUN/measure/ARM/KIND.json` holds one record: raw values of every item, what has to be equal between arms, and the hash of "
+        "`RUN/measure/ARM/KIND.json` holds one record: raw values of every item, what has to be equal between arms, the hash of "
         "what was measured. Units are in the names; unknown is null, never 0.",
     ]
     for cls in (record.Record, record.Engine, *typing.get_args(record.Data)):
