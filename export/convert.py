@@ -26,8 +26,9 @@ from export.rules.metadata import checked
 from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
-from qad.artifact import MANIFEST, Artifact, digest_of, require_apart, run_stage, sha256_file
+from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.place import require_apart
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")

@@ -31,9 +31,10 @@ from export.writer import KIND, export_arm, require_room
 from qad.arms.arm import open_arm
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
-from qad.artifact import MANIFEST, open_artifact, require_apart, run_stage
+from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, algorithm_of
+from qad.place import require_apart
 from qad.untrusted import mapping
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block

@@ -20,10 +20,11 @@ from export.store import Unit, units
 from qad.arms.arm import Arm, open_arm
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of_arm
-from qad.artifact import Artifact, open_artifact, require_apart, run_stage
+from qad.artifact import Artifact, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, SourceError, StorageError, UsageError
 from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
+from qad.place import require_apart
 
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from qad import provenance
-from qad.errors import ArtifactError, StorageError, UsageError
+from qad.errors import ArtifactError, StorageError
 from qad.lock import only_one
+from qad.place import FULL, not_written, place_of, require_writable, write_whole, write_whole_json
 
 MANIFEST = "qad_manifest.json"
 SCHEMA_VERSION = 1
@@ -122,9 +122,7 @@ def _require_files(artifact: Artifact) -> None:
 def replace_card(folder: Path, text: str) -> None:
     """Another README.md in a finished folder, and its line in the manifest. The digest stays: a card is no part of it."""
     card = folder / "README.md"
-    aside = folder / "README.md.tmp"
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(card)
+    write_whole(card, text)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["files"]["README.md"] = {"bytes": card.stat().st_size, "sha256": sha256_file(card)}
     write_whole_json(folder / MANIFEST, manifest)
@@ -143,27 +141,6 @@ def require_place(out: Path, kind: str, known: Mapping[str, Any] = MappingProxyT
     elif any(canonical(found.config.get(key)) != canonical(value) for key, value in known.items()):
         given = {**found.config, **known}
         raise _other_settings(found, differences(out, given, found.manifest["inputs"]))
-
-
-def require_apart(out: Path, inputs: Mapping[str, Path]) -> None:
-    """Raises UsageError where `out` is, holds or lies inside a folder that is only read. inputs: what it is -> folder."""
-    target = out.expanduser().resolve()
-    for what, path in inputs.items():
-        folder = path.expanduser().resolve()
-        if target == folder or folder in target.parents or target in folder.parents:
-            raise UsageError(f"{out} would overwrite or lie inside the {what} {folder}: choose another folder")
-
-
-def require_writable(out: Path) -> None:
-    """Raises StorageError where `out` cannot be made, its missing parents included. Nothing is left behind."""
-    try:
-        place = next(place for place in out.absolute().parents if place.exists())
-        if not place.is_dir():
-            raise StorageError(f"{out} cannot be written: {place} is a file; choose another --out")
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written ({error.strerror or error}): choose another --out") from error
 
 
 def run_stage(
@@ -185,7 +162,7 @@ def run_stage(
     the manifest alone. Raises ArtifactError for another key and for a non-empty OUT without manifest, StorageError when
     writing fails.
     """
-    key = stage_key(kind, config, inputs)
+    key, out = stage_key(kind, config, inputs), place_of(out)
     found = _finished(out, kind, replace)
     if found and found.key == key:
         if found.manifest["producer"].get("commit") != provenance.producer()["commit"]:
@@ -218,15 +195,26 @@ def _fill(
         manifest |= {"origin": dict(origin)} if origin else {}
         write_whole_json(partial / MANIFEST, manifest)
         _swap(partial, out)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) and "while serializing" not in str(error):
+    except SafetensorError as error:
+        if "while serializing" not in str(error):
             raise  # reading, not writing
-        where = getattr(error, "filename", None) or partial
-        raise StorageError(
-            f"cannot write {where}: {getattr(error, 'strerror', None) or error}. Nothing unfinished is left under its final "
-            "name; make room, or choose a place that can be written, and run the same command again"
-        ) from error
+        raise not_written(partial, error) from error
+    except OSError as error:
+        raise _of_disk(partial, error) from error
     return Artifact(out, manifest)
+
+
+def _of_disk(partial: Path, error: OSError) -> StorageError:
+    """What failed inside a stage. A copy that fails names the file that was read first, one that is written by handle none."""
+    named = [
+        Path(os.fsdecode(name)) for name in (error.filename2, error.filename) if isinstance(name, (str, bytes, Path))
+    ]
+    inside = next((path for path in named if partial == path or partial in path.parents), None)
+    if named and inside is None and error.errno not in FULL:
+        return StorageError(
+            f"cannot read {named[-1]}: {error.strerror or error}; run the same command again once it can be read"
+        )
+    return not_written(inside or partial, error)
 
 
 def _finished(out: Path, kind: str, replace: bool) -> Artifact | None:
@@ -357,14 +345,3 @@ def _swap(partial: Path, out: Path) -> None:
     partial.rename(out)
     if stale.exists():
         shutil.rmtree(stale)
-
-
-def write_whole_json(path: Path, value: Any) -> None:
-    """A JSON file that is there whole or not at all: written aside, flushed to disk, renamed."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qad.errors import ArtifactError, StorageError
+from qad.errors import ArtifactError
+from qad.place import writing
 
 
 @contextmanager
@@ -19,13 +20,9 @@ def only_one(folder: Path) -> Iterator[None]:
     """
     path = folder.with_name(f".{folder.name}.lock")
     while True:
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {path}: {error.strerror or error}. Make room, or choose a place that can be written"
-            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -39,10 +36,11 @@ def only_one(folder: Path) -> Iterator[None]:
             break
         file.close()  # its last holder removed it between the two calls
     with file:
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
         try:
+            with writing(path):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
             yield
         finally:
             path.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from harness.records.comparison import Comparison
 from harness.records.record import Record
 from harness.records.verdict import Verdict
+from qad.place import write_whole
 from reports.contents import contents
 from reports.document import document
 from reports.load import load_run
@@ -54,11 +55,8 @@ def render(run: Path, comparison: Comparison, records: list[Record], verdict: Ve
     }
     files |= {f"tables/{name}": found for name, found in table_files(comparison, records, loaded, pairs).items()}
     folder = run / "report"
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
     for name, found in files.items():
-        partial = folder / f"{name}.partial"
-        partial.write_bytes(found)
-        partial.replace(folder / name)
+        write_whole(folder / name, found)
     return [folder / name for name in files]
 
 

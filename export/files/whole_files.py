@@ -15,7 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from qad import provenance
-from qad.artifact import STAGE_FILE, sha256_file, write_whole_json
+from qad.artifact import STAGE_FILE, sha256_file
+from qad.place import write_whole_json
 
 RECORD = "shards.json"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from export.layouts import compressed_tensors, modelopt
 from export.layouts.layout import COMPRESSED_TENSORS, Layout
 from export.layouts.scheme import Scheme
+from qad.place import write_whole_json
 
 CONFIG = "config.json"
 NESTED = "hf_quant_config.json"
@@ -51,8 +50,4 @@ def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> No
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """On disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=4, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole_json(path, value, indent=4)

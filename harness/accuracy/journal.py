@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from harness.records.record import ERROR, LENGTH
 from qad.artifact import digest_of
-from qad.errors import StorageError
+from qad.place import writing
 from qad.untrusted import strict_json, text_lines
 
 # A text that ends in one unit, said at least so often over at least so many characters, is a loop.
@@ -117,20 +117,20 @@ class Journal:
         self._found[key] = value
         if self._path is None or not keep:
             return
-        try:
+        with writing(self._path):
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("a", encoding="utf-8")
                 self._file.write("\n")  # ends a line that a kill may have cut short
             self._file.write(json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror or error}: make room and go on") from error
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Raises StorageError where what a full disk had no room for still has none."""
+        if self._file is not None and self._path is not None:
+            file, self._file = self._file, None
+            with writing(self._path):
+                file.close()
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

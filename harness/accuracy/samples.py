@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import types
 import typing
 from pathlib import Path
 from typing import Any
+
+from qad.place import write_whole
 
 SUFFIX = ".samples.parquet"
 
@@ -54,10 +57,9 @@ def write_samples(samples: list[Sample], path: Path) -> None:
 
     columns = {f.name: [_text_safe(getattr(s, f.name)) for s in samples] for f in dataclasses.fields(Sample)}
     table = pa.table(columns, schema=_schema())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    with io.BytesIO() as content:
+        pq.write_table(table, content, compression="zstd")
+        write_whole(path, content.getvalue())
 
 
 def _text_safe(value: Any) -> Any:

@@ -25,6 +25,7 @@ from harness.records.parity import ParityLayer as ParityLayer
 from harness.records.parity import ParityPrompt as ParityPrompt
 from harness.records.rebuild import build, expect_object
 from harness.records.serving import ServingData
+from qad.place import write_whole
 from qad.untrusted import strict_json
 
 SCHEMA_VERSION = 1
@@ -350,11 +351,8 @@ def from_json(raw: Any) -> Record:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write aside, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(to_json(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Whole or not at all. Raises StorageError."""
+    write_whole(path, json.dumps(to_json(record), indent=1, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> Record:

@@ -7,27 +7,30 @@ Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint, gate
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qad import __version__
 from qad.command import arguments
 from qad.command import measure as measure_command
+from qad.command.places import decide, models, require_arm_place, require_place
 from qad.command.terminal import say, tell
 from qad.errors import QadError, UsageError
+from qad.place import FULL, not_written, require_apart
 from qad.untrusted import clean
 
 if TYPE_CHECKING:
-    from qad.recipes.recipe import Recipe
+    pass
 
 INTERRUPTED = 130
+_SOMEWHERE = "standard output or a file of a library (TMPDIR, HF_HOME)"
 _LAYOUTS = ["modelopt", "compressed-tensors"]
 
 
@@ -36,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _quiet_third_parties()
     try:
+        decide(args)
         command: Callable[[argparse.Namespace], int] = args.command
         if getattr(args, "trust_remote_code", False):
             from qad.model.loader import remote_code
@@ -50,8 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 0
+    except OSError as error:
+        if error.errno not in (*FULL, errno.EMFILE, errno.ENFILE):
+            raise
+        failed = not_written(error.filename2 or error.filename or _SOMEWHERE, error)
+        _forget_output()
+        tell(f"qad: error: {failed}")
+        return failed.exit_code
+
+
+def _forget_output() -> None:
+    """What standard output has no room or no reader for is not tried again at the end of the process."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -222,7 +241,9 @@ def _run(args: argparse.Namespace) -> int:
     from qad.command.run import run
     from qad.recipes.load import load_recipe
 
-    run(load_recipe(args.recipe, args.overrides), args.out, say, args.redo)
+    recipe = load_recipe(args.recipe, args.overrides)
+    require_apart(args.out, models(recipe))
+    run(recipe, args.out, say, args.redo)
     return 0
 
 
@@ -248,7 +269,7 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.training.stages import ptq_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
-    _require_arm_place(recipe, "ptq", args.out)
+    require_arm_place(recipe, "ptq", args.out)
     job = prepare(recipe, say, args.out.parent / "text")
     with template_clock(recipe.template_time):
         require_frozen_time(job)
@@ -270,9 +291,9 @@ def _train(args: argparse.Namespace) -> int:
         raise UsageError("qad train makes one arm: choose with --set train.method=qad (or qat)")
     method = recipe.training.methods[0]
     ptq = args.ptq or args.out.parent / "ptq"
-    _require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
+    require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
     if args.ptq is None:
-        _require_arm_place(recipe, "ptq", ptq)
+        require_arm_place(recipe, "ptq", ptq)
     else:
         open_artifact(ptq, KIND)
     job = prepare(recipe, say, args.out.parent / "text")
@@ -286,30 +307,12 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:
-    """Refuse a place that cannot become what is asked, before anything is computed. apart: what it is -> folder that is only
-    read. known: of the stage's config."""
-    from qad.artifact import require_apart, require_place
-
-    require_apart(out, apart)
-    require_place(out, kind, known)
-
-
-def _require_arm_place(recipe: Recipe, arm: str, out: Path, apart: Mapping[str, Path] = MappingProxyType({})) -> None:
-    from qad.arms.arm import KIND
-    from qad.training.stages import arm_settings
-
-    source = Path(recipe.model).expanduser()
-    original = {"source model": source} if source.is_dir() else {}
-    _require_place(out, KIND, {**original, **apart}, arm_settings(recipe, arm))
-
-
 def _export(args: argparse.Namespace) -> int:
     from export.writer import KIND, export_arm
     from qad.arms.arm import source_folder
 
-    apart = {"arm": args.arm, "source model": source_folder(args.arm)}
-    _require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
+    apart = {"source model": source_folder(args.arm)}
+    require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
     artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
     say(f"checkpoint: {artifact.path}")
     return 0
@@ -319,7 +322,7 @@ def _convert(args: argparse.Namespace) -> int:
     from export.convert import convert
     from export.writer import KIND
 
-    _require_place(args.out, KIND, {"checkpoint": args.folder}, {"layout": args.layout})
+    require_place(args.out, KIND, {}, {"layout": args.layout})
     artifact = convert(args.folder, args.layout, args.out)
     say(f"checkpoint: {artifact.path}")
     return 0
@@ -348,7 +351,7 @@ def _fixed(args: argparse.Namespace) -> Path:
     from export.repair import repair
     from export.writer import KIND
 
-    _require_place(args.fix, KIND, {"checkpoint": args.folder}, {})
+    require_place(args.fix, KIND, {}, {})
     done = repair(args.folder, args.fix, args.source)
     for line in done or [f"nothing to repair: {args.fix} was not written"]:
         tell(f"fix: {line}")

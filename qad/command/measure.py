@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qad.command import arguments
 from qad.errors import UsageError
-from qad.untrusted import mapping
+from qad.untrusted import mapping, regular_bytes, strict_json
 
 if TYPE_CHECKING:
     from qad.recipes.recipe import Measure
@@ -226,7 +225,7 @@ def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.
 
 def _require_place(args: argparse.Namespace) -> None:
     """Where the record goes, before hours are spent on it. Raises QadError."""
-    from qad.artifact import require_writable
+    from qad.place import require_writable
 
     given = getattr(args, "folder", [])
     folders = given if isinstance(given, list) else [given]
@@ -237,9 +236,6 @@ def _require_place(args: argparse.Namespace) -> None:
     else:
         _require_no_other_file(args.out)
         require_writable(args.out)
-    for folder in folders:
-        if folder.is_dir() and folder.resolve() in (args.out.resolve(), *args.out.resolve().parents):
-            raise UsageError(f"--out {args.out} lies inside the measured folder {folder}: choose a place beside it")
 
 
 def _require_no_other_file(out: Path) -> None:
@@ -247,8 +243,8 @@ def _require_no_other_file(out: Path) -> None:
     if not out.exists():
         return
     try:
-        text = out.read_text(encoding="utf-8")
-        record = not text or {"kind", "data"} <= {*mapping(json.loads(text))}
+        text = regular_bytes(out)
+        record = not text or {"kind", "data"} <= {*mapping(strict_json(text))}
     except (OSError, ValueError):
         record = False
     if not record:

@@ -23,13 +23,14 @@ import yaml
 
 from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
-from qad.artifact import MANIFEST, open_artifact, replace_card, require_writable
+from qad.artifact import MANIFEST, open_artifact, replace_card
 from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
-from qad.errors import ArtifactError, StorageError
+from qad.errors import ArtifactError
 from qad.lock import only_one
 from qad.model.template_clock import instant, reads_clock, template_clock
 from qad.numerics.compiled import compilation
+from qad.place import require_writable, write_whole, writing
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
 from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
@@ -153,13 +154,9 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     comparison = compare(every)
     records = [record for record in every if record.control is None]
     verdict = verdict_on(comparison, rules)
-    try:
+    with writing(out / "report"):
         paths = render(out, comparison, every, verdict)
         _complete_cards(out, comparison, records)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {out / 'report'}: {error.strerror or error}. Make room, then qad report {out}"
-        ) from error
     for line in (summary_text(comparison, records), *noise_lines(comparison)):
         say(line)
     if tracker:
@@ -223,7 +220,7 @@ def _require_same_arms(job: Job, out: Path, say: Callable[[str], None], redo: bo
 def _require_run_folder(out: Path) -> None:
     """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.partial", "arms", "text", "teacher_cache", METRICS}
+        early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "text", "teacher_cache", METRICS}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
     require_writable(out / "recipe.yaml" if out.is_dir() else out)
@@ -240,13 +237,9 @@ def _require_same_model(job: Job, out: Path) -> None:
 
 def _claim(job: Job, out: Path) -> None:
     """Write the resolved recipe into the run folder."""
-    out.mkdir(parents=True, exist_ok=True)
     kept = instant()
     resolved = {**job.recipe.model_dump(mode="json"), "template_time": kept.isoformat() if kept else None}
-    text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-    aside = out / "recipe.yaml.partial"
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(out / "recipe.yaml")
+    write_whole(out / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
 
 
 def _minutes(seconds: float) -> str:

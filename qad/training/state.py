@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qad.errors import ArtifactError
+from qad.place import write_whole
 
 
 def save_state(
@@ -29,7 +30,7 @@ def save_state(
     tensors = {f"master.{name}": master.detach() for name, master in masters.items()}
     tensors |= {key: tensor.detach() for key, tensor in _moments(masters, optimizer)}
     save_file(tensors, aside / "tensors.safetensors")
-    (aside / "progress.json").write_text(json.dumps(progress) + "\n", encoding="utf-8")
+    write_whole(aside / "progress.json", json.dumps(progress) + "\n")
     aside.rename(state)
     for older in folder.glob("state-*"):
         if older != state:

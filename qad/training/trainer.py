@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qad.numerics.compiled import compilation
+from qad.place import write_whole, writing
 from qad.recipes.recipe import Train
 from qad.text.packing import Windows
 from qad.training.objective import Objective, Validation
@@ -221,7 +222,7 @@ class Trainer:
                "kl" if name == "forward_kl" else name: loss}  # fmt: skip
         if not self.objective.teaches:
             row["val_cross_entropy"] = found and found.loss
-        with self.log.open("a", encoding="utf-8") as file:
+        with writing(self.log), self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.watch(row)
 
@@ -239,7 +240,7 @@ class Trainer:
                 for row in self.log.read_text(encoding="utf-8").split("\n")[:-1]
                 if _step_of(row) <= self.progress.step
             ]
-            self.log.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+            write_whole(self.log, "".join(row + "\n" for row in rows))
         return True
 
 

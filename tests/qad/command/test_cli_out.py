@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from qad.artifact import run_stage
+import qad.command.cli
+from qad.artifact import open_artifact, run_stage
 from qad.command.cli import main
+from qad.errors import UsageError
 from qad.recipes.load import load_recipe
 from qad.training.stages import arm_settings
 
@@ -24,6 +27,8 @@ WORKERS = (
     "harness.measure.folder.measure_folder",
     "harness.measure.folder.measure_memory",
     "qad.command.compare.read_arms",
+    "harness.measure.parity.measure_parity",
+    "harness.measure.throughput.import_served",
 )
 COMMANDS = {
     "run": ["run", "recipe.yaml"],
@@ -36,7 +41,22 @@ COMMANDS = {
     "accuracy": ["measure", "accuracy", "model"],
     "fidelity": ["measure", "fidelity", "model", "--teacher", "model"],
     "throughput": ["measure", "throughput", "model"],
+    "parity": ["measure", "parity", "model"],
+    "import": ["measure", "import", "results/run.json"],
 }
+# Folders that a command only reads, by its arguments or by what lies in these.
+READ = {
+    "run": ["model", "larger"], "ptq": ["model", "larger"], "train": ["model", "larger", "given/ptq"], "export": ["arm", "model"],
+    "convert": ["checkpoint"], "fix": ["checkpoint", "arm"], "compare": ["results"], "memory": ["model"], "accuracy": ["model"],
+    "fidelity": ["model"], "throughput": ["model"], "parity": ["model"],
+}  # fmt: skip
+ARGUMENTS = {
+    **COMMANDS,
+    "train": ["train", "recipe.yaml", "--ptq", "given/ptq"],
+    "fix": ["check", "checkpoint", "--source", "arm"],
+    "compare": ["compare", "bf16=results/run.json", "qad=results", "--noise-floor", "results"],
+}
+RECORDS = {"memory", "accuracy", "fidelity", "throughput", "parity", "import"}  # whose --out is a file
 
 
 class WorkError(Exception):
@@ -56,13 +76,19 @@ def finished(out: str, kind: str, **config: Any) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: a recipe, its model, an arm and a checkpoint, a file and a folder of somebody else's."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("model", "foreign"):
+    for folder in ("model", "larger", "foreign", "results"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "results" / "run.json").write_text("{}")
     (tmp_path / "file").write_text("{}")
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     finished("arm", "arm", arm="ptq")
+    finished("given/ptq", "arm", arm="ptq")
     finished("checkpoint", "checkpoint")
-    recipe = {"model": "model", "calibrate": {"data": "python-docs"}, "train": {"data": "python-docs", "tokens": 4096}}
+    recipe = {
+        "model": "model",
+        "calibrate": {"data": "python-docs"},
+        "train": {"data": "python-docs", "tokens": 4096, "teacher": "larger"},
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     def work(*_args: Any, **_options: Any) -> None:
@@ -101,10 +127,10 @@ def refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -
         ("ptq train export", "model", "would overwrite or lie inside the source model"),
         ("export", "arm", "would overwrite or lie inside the arm"),
         ("convert", "checkpoint/out", "would overwrite or lie inside the checkpoint"),
-        ("memory accuracy fidelity throughput", "model/record.json", "lies inside the measured folder model"),
+        ("memory accuracy fidelity throughput", "model/record.json", "would overwrite or lie inside the checkpoint"),
         (" ".join(COMMANDS), "file/out", "file is a file"),
         (" ".join(COMMANDS), "/proc/out", "/proc/out cannot be written"),
-        ("compare", "..", ".. has no name of its own"),
+        ("run ptq train export convert compare", "..", ".. would overwrite or lie inside the "),
     ],
 )  # fmt: skip
 def test_a_place_that_cannot_work_costs_nothing(
@@ -150,7 +176,82 @@ def test_a_repair_has_a_place_too(capsys: pytest.CaptureFixture[str]) -> None:
     refused(["check", "checkpoint", "--fix", "checkpoint"], "would overwrite or lie inside the checkpoint", capsys)
 
 
+@pytest.mark.parametrize("command", READ)
+def test_what_is_read_and_what_is_written_lie_apart_in_both_directions(
+    command: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by way of symbolic links."""
+    option = "--fix" if command == "fix" else "--out"
+    for number, read in enumerate(READ[command]):
+        inside = f"{read}/deep/out"
+        (place / f"link{number}").symlink_to(place / read)
+        places = [inside, f"link{number}/out", f"{read}/../{Path(read).name}/out"]
+        for out in places if command in RECORDS else [*places, read, f"link{number}"]:
+            refused([*ARGUMENTS[command], option, out], "would overwrite or lie inside the ", capsys)
+    if command not in RECORDS:
+        refused([*ARGUMENTS[command], option, str(place)], "would overwrite or lie inside the ", capsys)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "fix"])
+def test_a_link_that_leads_nowhere_is_refused(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, target in {"loop": "loop", "ring": "other", "other": "ring", "dangling": "gone/away"}.items():
+        (place / name).symlink_to(target)
+    for out in ("loop", "ring", "dangling", "loop/out", "dangling/deep/out"):
+        message = f"{out} cannot be used: {out.partition('/')[0]} is a symbolic link to "
+        refused([*ARGUMENTS[command], "--fix" if command == "fix" else "--out", out], message, capsys)
+    refused(
+        [*ARGUMENTS[command], "--fix" if command == "fix" else "--out", "x" * 300],
+        "cannot be used (File name too",
+        capsys,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_link_that_leads_somewhere_is_followed_once(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command sees the place itself, so that everything it leaves lies there."""
+    (place / "disk" / "empty").mkdir(parents=True)
+    (place / "disk" / "record.json").write_text("")
+    target = place / "disk" / ("record.json" if command in RECORDS else "empty")
+    (place / "link").symlink_to(target)
+    (place / "disks").symlink_to("disk")
+    seen: list[Any] = []
+    before = qad.command.cli.decide
+
+    def decide(args: Any) -> None:
+        before(args)
+        seen.append(args.out)
+
+    monkeypatch.setattr(qad.command.cli, "decide", decide)
+    for out in ("link", "disks/new"):
+        with pytest.raises(WorkError):
+            main([*COMMANDS[command], "--out", out])
+    assert seen == [target, Path("disks/new")]
+
+
+def test_a_stage_behind_a_link_is_whole_at_the_place_itself(place: Path) -> None:
+    (place / "disk" / "there").mkdir(parents=True)
+    (place / "link").symlink_to("disk/there")
+    for value in (1, 2):
+        stage = run_stage("arm", Path("link"), {"a": value}, {}, lambda folder: None, replace=True)
+        assert (stage.path, (place / "link").is_symlink()) == (place / "disk" / "there", True)
+        assert [path.name for path in (place / "disk").iterdir()] == ["there"]
+        assert open_artifact(place / "link").config == {"a": value}
+    (place / "gone").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="leads nowhere"):
+        run_stage("arm", Path("gone"), {}, {}, lambda folder: None)
+
+
+@pytest.mark.parametrize("out", ["/dev/null", "pipe", "pipe/out"])
+def test_a_device_or_a_pipe_is_no_place(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    for command in COMMANDS:
+        assert main([*COMMANDS[command], "--out", out]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_several_records_go_into_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     several = ["measure", "throughput", "model", "foreign", "--engine", "vllm", "--out"]
     refused([*several, "file"], "file is a file", capsys)
-    refused([*several, "model/records"], "lies inside the measured folder model", capsys)
+    refused([*several, "model/records"], "would overwrite or lie inside the checkpoint", capsys)
