@@ -114,7 +114,7 @@ def test_reports_import_records_and_comparison_only() -> None:
         "harness", "harness.records", "harness.records.comparison", "harness.records.fidelity", "harness.records.parity",
         "harness.records.rebuild", "harness.records.record", "harness.records.serving", "harness.records.verdict",
         "harness.serving", "harness.serving.pareto", "harness.serving.statistics",
-        "qad", "qad.untrusted", "qad.untrusted.yaml_text",
+        "qad", "qad.errors", "qad.place", "qad.untrusted", "qad.untrusted.yaml_text",
     ]  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_an_argument_that_is_no_path_or_count(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["memory", "x", "--out", "."], "is a folder: name the record's file"),
+        (["memory", "x", "--out", "folder"], "is a folder: name the record's file"),
         (["memory", "x", "--out", "file/record.json"], "file is a file"),
         (["memory", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is of an engine"),
         (["memory", "x", "--out", "y", "--engine-option=--a"], "--engine-option is of an engine"),
@@ -133,6 +133,7 @@ def test_an_option_that_would_be_passed_over_and_a_record_that_cannot_be_written
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
+    Path("folder").mkdir()
     assert main(["measure", *command]) == 2
     assert message in capsys.readouterr().err
 

@@ -130,7 +130,7 @@ def refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -
         ("memory accuracy fidelity throughput", "model/record.json", "would overwrite or lie inside the checkpoint"),
         (" ".join(COMMANDS), "file/out", "file is a file"),
         (" ".join(COMMANDS), "/proc/out", "/proc/out cannot be written"),
-        ("run ptq train export convert compare", "..", ".. would overwrite or lie inside the "),
+        ("run ptq train export convert compare", "..", "would overwrite or lie inside the "),
     ],
 )  # fmt: skip
 def test_a_place_that_cannot_work_costs_nothing(
