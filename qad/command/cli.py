@@ -9,10 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +18,7 @@ from qad import __version__
 from qad.command import arguments
 from qad.command import measure as measure_command
 from qad.command.places import decide, models, require_arm_place, require_place
-from qad.command.terminal import say, tell
+from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
 from qad.place import FULL, not_written, require_apart
 from qad.untrusted import clean
@@ -37,7 +34,7 @@ _LAYOUTS = ["modelopt", "compressed-tensors"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
-    _quiet_third_parties()
+    quiet_third_parties()
     try:
         decide(args)
         command: Callable[[argparse.Namespace], int] = args.command
@@ -54,23 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on")
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_output()
+        forget_output()
         return 0
     except OSError as error:
         if error.errno not in (*FULL, errno.EMFILE, errno.ENFILE):
             raise
         failed = not_written(error.filename2 or error.filename or _SOMEWHERE, error)
-        _forget_output()
+        forget_output()
         tell(f"qad: error: {failed}")
         return failed.exit_code
-
-
-def _forget_output() -> None:
-    """What standard output has no room or no reader for is not tried again at the end of the process."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,21 +206,6 @@ def _trust(parser: argparse.ArgumentParser) -> None:
 def _policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="drop-1pct", metavar="FILE",
                         help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)")  # fmt: skip
-
-
-def _quiet_third_parties() -> None:
-    """Warnings become one line; libraries log errors only. Their own environment variables still win."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("torchao", "torch.utils._pytree"):  # where torchao is installed: GPU kernels that a CPU cannot load
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        if filename.startswith(str(Path(__file__).parents[1])) or category is UserWarning:
-            tell(f"warning: {message}")
-
-    warnings.showwarning = show
 
 
 # --- commands ---

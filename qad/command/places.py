@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 _WRITTEN = ("out", "fix")
 # Arguments that are read -> what a message calls them.
-_READ = {"folder": "checkpoint", "arm": "arm", "source": "arm", "teacher": "teacher", "ptq": "PTQ arm", "arms": "measurement",
+_READ = {"folder": "checkpoint", "arm": "arm", "source": "arm", "teacher": "teacher", "ptq": "PTQ arm",
+         "arms": "measurement", "folders": "folder",
          "noise_floor": "measurement", "suite_data": "suite's data", "file": "result file", "server_log": "log"}  # fmt: skip
+_NAMED = ("arms", "folders")  # [NAME=]PATH
 
 
 def decide(args: argparse.Namespace) -> None:
@@ -34,8 +36,8 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     for name, what in _READ.items():
         value = getattr(args, name, None)
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Path) or (isinstance(one, str) and name in ("arms", "suite_data")):
-                yield what, Path(str(one).partition("=")[2] or one) if name == "arms" else Path(one)
+            if isinstance(one, Path) or (isinstance(one, str) and name in (*_NAMED, "suite_data")):
+                yield what, Path(str(one).partition("=")[2] or one) if name in _NAMED else Path(one)
 
 
 def require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:

@@ -26,10 +26,10 @@ from harness.engines.available import run_engine
 from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from qad.arms.origin import reference_of
-from qad.artifact import require_apart, require_writable
 from qad.command.run import judged, report_run
 from qad.errors import ArtifactError, BrokenCheckpointError, UsageError
 from qad.lock import only_one
+from qad.place import require_apart, require_writable, write_whole
 from qad.recipes.recipe import Measure
 from qad.text.documents import Part
 from qad.text.packing import MINIMUM
@@ -152,8 +152,7 @@ def _claim(asked: Validation, out: Path) -> None:
         "train": None,
         "measure": asked.measure.model_dump(mode="json"),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / RECIPE).write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_whole(out / RECIPE, yaml.safe_dump(said, sort_keys=False, allow_unicode=True))
 
 
 def _text(asked: Validation, baseline: Subject) -> list[Part]:

@@ -29,6 +29,7 @@ WORKERS = (
     "qad.command.compare.read_arms",
     "harness.measure.parity.measure_parity",
     "harness.measure.throughput.import_served",
+    "qad.command.validate.only_one",
 )
 COMMANDS = {
     "run": ["run", "recipe.yaml"],
@@ -43,12 +44,14 @@ COMMANDS = {
     "throughput": ["measure", "throughput", "model"],
     "parity": ["measure", "parity", "model"],
     "import": ["measure", "import", "results/run.json"],
+    "validate": ["validate", "bf16=model", "ptq=checkpoint"],
 }
 # Folders that a command only reads, by its arguments or by what lies in these.
 READ = {
     "run": ["model", "larger"], "ptq": ["model", "larger"], "train": ["model", "larger", "given/ptq"], "export": ["arm", "model"],
     "convert": ["checkpoint"], "fix": ["checkpoint", "arm"], "compare": ["results"], "memory": ["model"], "accuracy": ["model"],
     "fidelity": ["model"], "throughput": ["model"], "parity": ["model"],
+    "validate": ["model", "checkpoint"],
 }  # fmt: skip
 ARGUMENTS = {
     **COMMANDS,
