@@ -168,12 +168,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run", type=arguments.path, metavar="RUN", help="folder of qad run")
     _policy(sub)
 
-    sub = _command(commands, "show", _show, "print what a folder of this tool is and where it came from")
+    sub = _command(commands, "show", _show, "say what a folder of this tool is, holds, and what comes next")
     sub.add_argument(
         "folder",
         type=arguments.path,
         metavar="DIR",
-        help="arm, checkpoint, comparison or another folder with a manifest",
+        help="run, arm, checkpoint or comparison",
     )
     return parser
 
@@ -379,13 +379,9 @@ def _engines(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from qad.artifact import open_artifact
+    from qad.command.show import show
 
-    artifact = open_artifact(args.folder)
-    manifest = dict(artifact.manifest)
-    files = manifest.pop("files")
-    manifest["files"] = {"count": len(files), "bytes": sum(f["bytes"] for f in files.values())}
-    say(json.dumps(manifest, indent=1))
+    say(show(args.folder))
     return 0
 
 

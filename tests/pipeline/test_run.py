@@ -260,6 +260,25 @@ def test_report_and_show_read_a_finished_run(finished: tuple[Path, Path], capsys
     capsys.readouterr()
     assert main(["show", str(run / "export" / "qad")]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "checkpoint"
+    assert main(["show", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "measured: accuracy, fidelity, memory, throughput" in told
+    assert told.splitlines()[-1] == f"next: qad gate {run} --policy drop-1pct; vllm serve {run / 'export' / 'qad'}"
+
+
+def test_show_says_where_an_interrupted_run_stands(
+    finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = finished
+    for name in ("recipe.yaml", "arms/bf16", "arms/ptq", "measure/bf16"):
+        place = tmp_path / "run" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (run / name).is_dir() else shutil.copyfile)(run / name, place)
+    (tmp_path / "run" / "arms" / "qad.partial" / "state-00000006").mkdir(parents=True)
+    assert main(["show", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert "  qad    arm interrupted at step 6; export not yet; measured: nothing yet" in told
+    assert f"qad run {tmp_path / 'run' / 'recipe.yaml'} --out {tmp_path / 'run'} goes on (" in told
 
 
 def test_measure_by_hand(
