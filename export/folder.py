@@ -334,7 +334,7 @@ class Folder:
         layout."""
         modules: dict[str, None] = {}
         dtypes, scales = code_dtypes(), scale_leaves()
-        scales |= {layout.leaf(format, CODES) for layout in LAYOUTS.values() for format in FORMATS} - {"weight"}
+        scales |= _codes()
         for name, (_, entry) in self.tensors.items():
             module, _, leaf = name.rpartition(".")
             if (leaf == "weight" and entry.dtype in dtypes) or leaf in scales:
@@ -360,7 +360,9 @@ class Folder:
             return None, str(excess)
 
     def _built(self) -> Skeleton | None:
-        built = build_skeleton(self.config, [entry.shape for _, entry in self.tensors.values()])
+        shapes = {name: entry.shape for name, (_, entry) in self.tensors.items()}
+        codes = {name: f"{name.rpartition('.')[0]}.weight" for name in shapes if name.rpartition(".")[2] in _codes()}
+        built = build_skeleton(self.config, {codes.get(name, name): shape for name, shape in shapes.items()})
         if built is None:
             return None
         modules = {name.rpartition(".")[0] for name in self.tensors if not _EXPERT.search(name)}
@@ -451,6 +453,11 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_blocks:
         raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")
     return folder
+
+
+def _codes() -> set[str]:
+    """Last parts of the names of codes that are not called a weight."""
+    return {layout.leaf(format, CODES) for layout in LAYOUTS.values() for format in FORMATS} - {"weight"}
 
 
 def _group_format(group: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qad.model.experts import Projections, conversions_of_split, join_experts, split_experts
+from qad.model.names import name_tensors, names_of
 from qad.numerics.formats import FORMATS, INPUT_SCALE, MIXED, Stored, announced_algorithm
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.linear import QuantizedLinear
@@ -142,28 +143,30 @@ class ModelOptHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Replace every Linear that is not ignored, those of experts included. Raises ValueError where the files hold
         something else."""
+        stored = _headers(kwargs.get("checkpoint_files") or [])
+        names = name_tensors(model, stored)
         split_experts(model)
         plain: list[str] = []
-        for name, module in list(model.named_modules()):
+        for inner, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
+            name = names.module(inner)
             format = self.quantization_config.format_of(name)
             if format is None:
                 plain.append(name)
             elif module.in_features % BLOCK_SIZE:
                 raise ValueError(f"{name} has in_features {module.in_features} and is not ignored: {_ADVICE}")
             else:
-                _replace(model, name, PackedLinear(module, format))
-        stored = _headers(kwargs.get("checkpoint_files") or [])
+                _replace(model, inner, PackedLinear(module, format))
         _require_dtypes(stored, self.quantization_config)
         for name in plain:
             if stored.get(f"{name}.weight", ("", ()))[0] in {record.tensors[0].dtype for record in FORMATS.values()}:
                 raise ValueError(
                     f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}"
                 )
-        for name, module in model.named_modules():
-            if isinstance(module, PackedLinear) and f"{name}.weight" in stored:
-                _require_shapes(name, module, stored)
+        for inner, module in model.named_modules():
+            if isinstance(module, PackedLinear) and f"{names.module(inner)}.weight" in stored:
+                _require_shapes(names.module(inner), module, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         _require_loaded(model)
@@ -253,7 +256,9 @@ def _require_loaded(model: Any) -> None:
     may_miss = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not getattr(tensor, "_is_hf_initialized", False) and not any(p.search(name) for p in may_miss):
-            raise ValueError(f"{name} is not in the checkpoint, or has another shape: {_ADVICE}")
+            raise ValueError(
+                f"{names_of(model).tensor(name)} is not in the checkpoint, or has another shape: {_ADVICE}"
+            )
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qad.errors import SourceError, UsageError
 from qad.model.families import family_of
+from qad.model.names import names_of
 
 OFF, CALIBRATED, AT_LEAST_ONE, CAST = "off", "calibrated", "at_least_one", "cast"
 CALIBRATES = (CALIBRATED, AT_LEAST_ONE)
@@ -25,14 +26,16 @@ _E4M3_MAX = 448.0
 
 
 def attentions(model: nn.Module) -> list[str]:
-    """Names of the attention modules whose cache has scales of its own: those with a k_proj and a v_proj, outside of towers.
+    """Names in the checkpoint of the attention modules whose cache has scales of its own: those with a k_proj and a v_proj,
+    outside of towers.
 
     Raises UsageError where there is none, or where a module has a k_proj only: engines read K's and V's scales in pairs.
     """
     leaves: dict[str, set[str]] = {}
     family = family_of(getattr(model, "config", None) or {})
-    for name, _ in model.named_modules():
-        parent, _, leaf = name.rpartition(".")
+    names = names_of(model)
+    for inner, _ in model.named_modules():
+        parent, _, leaf = names.module(inner).rpartition(".")
         if family.never_quantized(parent):
             continue
         leaves.setdefault(parent, set()).add(leaf)
@@ -55,7 +58,7 @@ class KVObserver:
     def __init__(self, model: Any, names: list[str]) -> None:
         self.amax: dict[str, Tensor] = {}
         self.counted_BT: Tensor | None = None
-        self._names = {id(model.get_submodule(name)): name for name in names}
+        self._names = {id(model.get_submodule(names_of(model).inner(name))): name for name in names}
         self._implementation = str(model.config._attn_implementation)
 
     def __enter__(self) -> KVObserver:

@@ -99,6 +99,9 @@ def select(
     """
     import torch.nn as nn
 
+    from qad.model.names import names_of
+
+    names = names_of(model)
     fused = next((n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n.split(".")), None)
     if fused:
         raise UsageError(
@@ -108,14 +111,15 @@ def select(
 
     family = family_name(getattr(model, "config", None) or {})
     rules = named_family(family)
-    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    others = {n: "embedding" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    others |= {n: "router" for n, m in model.named_modules() if n not in linears and _is_router(rules, n, m)}
+    modules_by_name = {names.module(inner): module for inner, module in model.named_modules()}
+    linears = {n: (m.out_features, m.in_features) for n, m in modules_by_name.items() if isinstance(m, nn.Linear)}
+    others = {n: "embedding" for n, m in modules_by_name.items() if isinstance(m, nn.Embedding)}
+    others |= {n: "router" for n, m in modules_by_name.items() if n not in linears and _is_router(rules, n, m)}
     for pattern in (*include, *exclude):
         _require_match(pattern, (*linears, *others))
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
-    heads = {n for n, m in model.named_modules() if m is head and head is not None}
+    heads = {n for n, m in modules_by_name.items() if m is head and head is not None}
     asked = {name for name in heads if name in include}
     _require_untied(model, asked)
     modules, excluded = {}, dict(others)

@@ -19,6 +19,7 @@ from qad.errors import SourceError
 from qad.model.announced import not_computed
 from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import split_experts
+from qad.model.names import name_tensors
 from qad.model.source import Checkpoint
 from qad.numerics.widened import multiplies_bfloat16
 from qad.untrusted import mapping
@@ -71,7 +72,6 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     Raises SourceError where transformers does not know the architecture, a weight is missing, or a quantized folder asks for
     more than is computed here.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     unknown = not_computed(mapping(source.config.get("quantization_config")))
@@ -82,7 +82,7 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
         )
     logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(_config(source)).from_pretrained(
             source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted,
             attn_implementation=attention,
         )  # fmt: skip
@@ -91,6 +91,7 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
         raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
+    name_tensors(model, source.tensors)
     return model.to(device).requires_grad_(False).eval()
 
 
@@ -100,16 +101,15 @@ def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
     dtype: but buffers on the CPU, those that are computed, such as rotary frequencies, with the values they have in the model
     loaded in that dtype.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
         require_bounded(source.config)
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
+        config = _config(source)
         shapes = [info.shape for info in source.tensors.values()]
         with _weightless() if dtype else torch.device("meta"), built_for(shapes):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config, trust_remote_code=_trusted, **({"dtype": DTYPES[dtype]} if dtype else {})
             )
+            name_tensors(model, source.tensors)
             split_experts(model)
     except OversizedError as error:
         raise SourceError(
@@ -119,6 +119,24 @@ def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
     return model
+
+
+def _config(source: Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class of classes for a configuration: of language models, or of those that also see, where it names one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    named = getattr(config, "architectures", None) or ()
+    text = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    text = text or type(config) in AutoModelForCausalLM._model_mapping
+    takes_images = sees is not None and (not text or getattr(sees, "__name__", "") in named)
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 @contextmanager

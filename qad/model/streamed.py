@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qad.model.loader import DTYPES, load_skeleton
+from qad.model.names import names_of
 from qad.model.source import Checkpoint
 
 _Hook = Callable[..., None]
@@ -41,10 +42,11 @@ def streamed_model(source: Checkpoint, dtype: str) -> Any | None:
     Raises SourceError where transformers does not know the architecture.
     """
     model = load_skeleton(source, dtype).requires_grad_(False).eval()
+    names = names_of(model)
     in_fp32 = "|".join(model._get_dtype_plan(DTYPES[dtype])).replace("*", ".*")  # routers, whatever the model's dtype
     stored: dict[str, _Stored] = {}
     for name, value in (*model.named_parameters(), *model.state_dict().items()):
-        found = _stored_name(source, name, value)
+        found = _stored_name(source, names.tensor(name), value)
         if found is None:
             return None
         wide = in_fp32 and re.search(in_fp32, name)

@@ -14,6 +14,7 @@ from qad.arms.selection import Selection, describe, select
 from qad.errors import DataError, SourceError, UsageError
 from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
+from qad.model.names import names_of
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
 from qad.recipes.recipe import Recipe
@@ -100,7 +101,8 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     require_positions(skeleton, source.folder, _sequences(recipe))
     _check_kv_cache(section.kv_cache, skeleton)
     if recipe.train:
-        check_patterns(recipe.train, [name for name, _ in skeleton.named_parameters()], selection.modules)
+        names = names_of(skeleton)
+        check_patterns(recipe.train, [names.tensor(name) for name, _ in skeleton.named_parameters()], selection.modules)
         if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
             raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
     device = default_device()

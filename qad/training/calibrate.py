@@ -20,6 +20,7 @@ from qad.arms.selection import Selection
 from qad.errors import SourceError
 from qad.model.experts import Expert, split_experts
 from qad.model.families import experts_of
+from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.widened import widened_linears
 from qad.text.packing import Windows
@@ -48,9 +49,11 @@ class AmaxObserver:
         self._handles: list[Any] = []
 
     def __enter__(self) -> AmaxObserver:
+        names = names_of(self._model)
         for name in self._modules:
-            hook = self._hook(name, self._model.get_submodule(name.rpartition(".")[0]))
-            self._handles.append(self._model.get_submodule(name).register_forward_pre_hook(hook))
+            inner = names.inner(name)
+            hook = self._hook(name, self._model.get_submodule(inner.rpartition(".")[0]))
+            self._handles.append(self._model.get_submodule(inner).register_forward_pre_hook(hook))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -119,7 +122,7 @@ def _forward(model: Any, modules: list[str]) -> Iterator[Callable[..., object]]:
     """What runs the model up to the last module: without the output head, unless that is observed too. Its input is cut to
     one token after the observer has seen it, so that no logits of whole windows exist."""
     head = model.get_output_embeddings()
-    if head is None or not any(model.get_submodule(name) is head for name in modules):
+    if head is None or not any(model.get_submodule(names_of(model).inner(name)) is head for name in modules):
         yield model.base_model
         return
     handle = head.register_forward_pre_hook(lambda module, args: (args[0][:, :1], *args[1:]))

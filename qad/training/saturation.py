@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qad.arms.arm import Arm
+from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.nvfp4 import BLOCK_SIZE, FrozenScales, saturated_blocks, saturated_weight_blocks
@@ -47,7 +48,8 @@ class Saturation:
         assert self._arm.selection is not None
         self._saturated = self._inputs = 0
         quantized = set(self._arm.selection.with_input_scale)
-        linears = dict(self._model.named_modules())
+        names = names_of(self._model)
+        linears = {names.module(name): module for name, module in self._model.named_modules()}
         watched = [group[0] for group in self._arm.selection.groups if group[0] in quantized and group[0] in linears]
         handles = [linears[name].register_forward_pre_hook(self._count) for name in watched]
         experts = [

@@ -15,8 +15,8 @@ from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
 from qad.errors import SourceError
-from qad.model.experts import StoredNames
 from qad.model.loader import load_model
+from qad.model.names import names_of
 from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
 from qad.numerics.compiled import compilation
@@ -165,7 +165,7 @@ def trained_arm(
         live = log or folder / METRICS
         teacher = load_model(job.teacher, job.dtype, job.device)
         model = load_model(job.source, job.dtype, job.device)
-        names = StoredNames(model).all
+        names = names_of(model).all
         student = Student(
             start, model, trainable_names(section, names, start.selection.modules if start.selection else ())
         )

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qad.arms.arm import Arm
 from qad.errors import ArtifactError
-from qad.model.experts import StoredNames, expert_stacks
+from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
@@ -50,15 +50,19 @@ class Student:
         self.arm = arm
         self.selection = arm.selection
         arm.require_input_scales()
-        self.stored = StoredNames(model)
+        self.stored = names_of(model)
         self.experts = self._quantize_inputs()
         self.masters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            for stored, part in self.stored.parts(name, master).items():
+            parts = self.stored.parts(name, master)
+            if not parts:  # converted while loading: it stays as the source has it
+                parameter.detach().copy_(parameter.detach().to(torch.bfloat16))
+                continue
+            for stored, part in parts.items():
                 part.copy_(_of_shape(arm.weight(stored), part))
             self.masters[name] = master
-            if trainable is None or not trainable.isdisjoint(self.stored.parts(name, master)):
+            if trainable is None or not trainable.isdisjoint(parts):
                 master.requires_grad_()
                 parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
         self.weights = self.stored.of({name: master.detach() for name, master in self.masters.items()})
@@ -74,14 +78,15 @@ class Student:
         scales, format_of = self.arm.input_scales, self.selection.format_of
         experts: dict[str, ExpertInputs] = {}
         alone = dict.fromkeys(self.selection.modules)
-        for stack in expert_stacks(self.model):
+        for stack in self.stored.stacks:
             first, _, second = stack.modules(0)
             if first in alone:
                 experts[stack.name] = ExpertInputs(format_of(first), scales.get(first), scales.get(second))
                 for number in range(self.model.get_submodule(stack.name).num_experts):
                     for module in stack.modules(number):
                         del alone[module]
-        wrap_linears(self.model, {name: (scales.get(name), format_of(name)) for name in alone})
+        linears = {self.stored.inner(name): (scales.get(name), format_of(name)) for name in alone}
+        wrap_linears(self.model, linears)
         return quantize_experts(self.model, experts)
 
     def _to_master(self, name: str) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from qad.model.experts import expert_stacks, split_experts
+from qad.model.experts import split_experts
 from qad.model.families import DEFAULT
+from qad.model.names import names_of
 from qad.numerics.compiled import compilation
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
@@ -85,7 +86,7 @@ def _trained(layer: Any, deploy: Callable[[dict[str, torch.Tensor], dict[str, to
 
 
 def _at_once(model: Any) -> Step:
-    (stack,) = expert_stacks(model)
+    (stack,) = names_of(model).stacks
     quantize_experts(model, {stack.name: ExpertInputs("NVFP4", _SCALE, _SCALE)})
 
     def deploy(masters: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
@@ -96,7 +97,7 @@ def _at_once(model: Any) -> Step:
 
 
 def _one_by_one(model: Any) -> Step:
-    (stack,) = expert_stacks(model)
+    (stack,) = names_of(model).stacks
     split_experts(model)
     modules = {name: module for name, module in model.named_modules() if name.startswith(stack.stored)}
     linears = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]

@@ -116,7 +116,7 @@ FOUND = {
     "layers in a part": (config(text_config={"n_layer": 10**9}), "E11", "n_layer is 1,000,000,000"),
     "90,000 layers": (config(num_hidden_layers=90_000), "E11", "it asks for more than 10,"),
     "a billion experts": (config(**MOE, num_experts=10**9), "E11", "num_experts is 1,000,000,000"),
-    "90,000 experts": (config(**MOE, num_experts=90_000), "E11", "it asks for more than 10,"),
+    "90,000 experts": (config(**MOE, num_experts=90_000), "E11", "gate_up_proj is missing"),
     "a billion labels": (config(num_labels=10**9), "E11", "num_labels is 1,000,000,000"),
     "rows of 10**12": (config(hidden_size=10**12), "E11", "config.json asks for"),
     "a pipe for metadata": (pipe("hf_quant_config.json"), "E1", "is missing or has no"),

@@ -25,9 +25,10 @@ from qad.arms.selection import Selection, select
 from qad.artifact import run_stage
 from qad.command.cli import main
 from qad.errors import SourceError, UsageError
-from qad.model.experts import Experts, Stack, StoredNames, split_experts
+from qad.model.experts import Experts, split_experts
 from qad.model.families import DEFAULT
 from qad.model.loader import DTYPES, load_model, load_skeleton
+from qad.model.names import Stack, names_of
 from qad.model.source import open_checkpoint
 from qad.numerics import nvfp4
 from qad.numerics.compiled import compilation
@@ -79,7 +80,8 @@ def test_split_experts_have_the_checkpoints_names_and_compute_the_same_bits(moe_
         expected = model(ids).logits
         split_experts(model)
         assert torch.equal(bits(model(ids).logits), bits(expected))
-    assert {name for name, _ in model.named_parameters()} == set(open_checkpoint(moe_dir).tensors)
+    names = names_of(model)
+    assert {names.tensor(name) for name, _ in model.named_parameters()} == set(open_checkpoint(moe_dir).tensors)
     assert any(isinstance(module, Experts) for module in model.modules())
     before = {name: id(module) for name, module in model.named_modules()}
     split_experts(model)
@@ -246,7 +248,7 @@ def test_the_reloaded_export_is_the_quantized_model_to_the_bit(exported: tuple[A
     student = Student(arm, load_model(arm.source, dtype, "cpu")).model
     reloaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype=DTYPES[dtype])
     stored = load_file(out / "model.safetensors")
-    parameters = StoredNames(reloaded).of(dict(reloaded.named_parameters()))
+    parameters = names_of(reloaded).of(dict(reloaded.named_parameters()))
     assert arm.selection is not None
     for module in arm.selection.modules:
         q = nvfp4.QuantizedTensor(*(stored[f"{module}.{x}"] for x in ("weight", "weight_scale", "weight_scale_2")))
@@ -356,7 +358,7 @@ def test_experts_that_share_no_input_scale_stay_apart(exported: tuple[Arm, Path]
     apart: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "odd", dtype=torch.float32)
     layers = [name for name, module in apart.named_modules() if isinstance(module, Experts)]
     assert len(layers) == 1
-    assert apart.get_submodule(name.rpartition(".")[0]).input_scale == tensors[name]
+    assert apart.get_submodule(names_of(apart).inner(name.rpartition(".")[0])).input_scale == tensors[name]
 
 
 @pytest.mark.parametrize("method", ["qad", "qat"])
