@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, cast
+from typing import Any
 
-from harness.records.rebuild import build
+from harness.records.rebuild import STRICT, Number, build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Estimate:
     n: independent items behind it; clusters: groups that were resampled. method: how the interval was made.
     """
 
-    value: float
+    value: Number
     low: float | None
     high: float | None
     n: int
@@ -80,7 +79,7 @@ class Contrast:
     p: float | None
     p_holm: float | None
     test: str
-    margin: float
+    margin: Number
     verdict: str
     items_needed: int | None
 
@@ -98,13 +97,13 @@ class FidelityRow:
     top1: Estimate
     perplexity: Estimate
     perplexity_ratio: Estimate
-    token_kl: dict[str, float]
+    token_kl: dict[str, Number]
     sequences: int
     tokens: int
     by_position: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     by_entropy: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     by_domain: dict[str, Estimate] = dataclasses.field(default_factory=dict)
-    by_layer: dict[str, float] = dataclasses.field(default_factory=dict)
+    by_layer: dict[str, Number] = dataclasses.field(default_factory=dict)
     equal_tokens: Estimate | None = None
     diverged: Estimate | None = None
     written_ratio: Estimate | None = None
@@ -134,8 +133,8 @@ class OutputRow:
 class Band:
     """Where 95 % of the values lie that an arm without any true difference would show."""
 
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +162,7 @@ class TrainedSeed:
 
     seed: int
     checkpoint: str
-    values: dict[str, float]
+    values: dict[str, Number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +182,7 @@ class Comparison:
     size, speed and noise floor are the first one's.
     """
 
+    __pydantic_config__ = STRICT
     arms: list[str]
     benchmarks: list[BenchmarkRow]
     median_recovery: dict[str, Estimate]
@@ -218,4 +218,4 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 def from_json(raw: dict[str, Any]) -> Comparison:
     """The reverse of `to_json`; a number that is null was not finite. Raises ValueError where fields do not fit."""
-    return cast(Comparison, build(Comparison, raw, "comparison", math.nan))
+    return build(Comparison, raw, "comparison")

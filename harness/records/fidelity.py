@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from harness.records.rebuild import STRICT
+
 # Of fields that came after the first records: None is not written, so that older readers read what they can.
 LATER = {"later": True}
 
@@ -64,6 +66,7 @@ class FidelityData:
     """
 
     KIND: ClassVar[str] = "fidelity"
+    __pydantic_config__ = STRICT
     data: str
     sequences: list[FidelitySequence]
     token_kl: dict[str, float]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from harness.records.fidelity import LATER
+from harness.records.rebuild import STRICT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ParityData:
     """
 
     KIND: ClassVar[str] = "parity"
+    __pydantic_config__ = STRICT
     prompts: list[ParityPrompt]
     layers: list[ParityLayer]
     tolerance: float

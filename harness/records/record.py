@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import SkipValidation
 
 from harness.records.fidelity import LATER
 from harness.records.fidelity import Continuation as Continuation
@@ -23,10 +24,10 @@ from harness.records.fidelity import LayerDistance as LayerDistance
 from harness.records.parity import ParityData as ParityData
 from harness.records.parity import ParityLayer as ParityLayer
 from harness.records.parity import ParityPrompt as ParityPrompt
-from harness.records.rebuild import build, expect_object
+from harness.records.rebuild import STRICT, build
 from harness.records.serving import ServingData
 from qad.place import write_whole
-from qad.untrusted import strict_json
+from qad.untrusted import clean, strict_json
 
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
@@ -125,6 +126,7 @@ class MemoryData:
     """
 
     KIND: ClassVar[str] = "memory"
+    __pydantic_config__ = STRICT
     bytes_by_class: dict[str, int]
     tensor_bytes: int
     file_bytes: int
@@ -200,6 +202,7 @@ class AccuracyData:
     """samples: name of the file of all samples, beside the record. failures: requests by the reason why they failed."""
 
     KIND: ClassVar[str] = "accuracy"
+    __pydantic_config__ = STRICT
     tasks: list[TaskScore]
     samples: str | None = dataclasses.field(default=None, metadata=LATER)
     failures: dict[str, int] | None = dataclasses.field(default=None, metadata=LATER)
@@ -244,6 +247,7 @@ class ScoresData:
     """Imported mean scores. source: where they come from, in words or as an address."""
 
     KIND: ClassVar[str] = "scores"
+    __pydantic_config__ = STRICT
     source: str
     scores: list[PublishedScore]
 
@@ -270,6 +274,7 @@ class ThroughputPoint:
 @dataclasses.dataclass(frozen=True)
 class ThroughputData:
     KIND: ClassVar[str] = "throughput"
+    __pydantic_config__ = STRICT
     points: list[ThroughputPoint]
 
 
@@ -301,6 +306,7 @@ class Record:
     provenance   producer, version, commit, dirty, packages, hardware, argv (see qad.provenance)
     """
 
+    __pydantic_config__ = STRICT
     arm: str
     model: str
     checkpoint: str
@@ -309,7 +315,7 @@ class Record:
     provenance: dict[str, Any]
     created: str
     seconds: float
-    data: Data
+    data: Annotated[Data, SkipValidation]  # rebuilt by itself, as the kind says
     schema_version: int = SCHEMA_VERSION
     control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
     training: Training | None = dataclasses.field(default=None, metadata=LATER)
@@ -340,14 +346,16 @@ def _plain(value: Any) -> Any:
 
 def from_json(raw: Any) -> Record:
     """Raises ValueError for what is no object, an unknown kind, a schema of another version, or fields that do not fit."""
-    raw = dict(expect_object(raw, "the file"))
+    if not isinstance(raw, dict):
+        raise ValueError(f"the file: it should be an object, got {clean(repr(raw), 40)}")
+    raw = dict(raw)
     kind = raw.pop("kind", None)
     if not isinstance(kind, str) or kind not in _DATA:
         raise ValueError(f"unknown kind of record {kind!r}; known: {', '.join(_DATA)}")
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"record has schema {raw.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
-    data = build(_DATA[kind], raw.pop("data", None), "data")
-    return typing.cast(Record, build(Record, {**raw, "data": data}, "record"))
+    data = build(_DATA[kind], raw.get("data"), "data")
+    return dataclasses.replace(build(Record, {**raw, "data": None}, "record"), data=data)
 
 
 def write(record: Record, path: Path) -> None:

@@ -20,6 +20,7 @@ import dataclasses
 from typing import ClassVar
 
 from harness.records.fidelity import LATER
+from harness.records.rebuild import STRICT
 from qad.untrusted import count, is_number
 
 SERVER_USAGE, ESTIMATE = "server usage", "estimate"
@@ -175,6 +176,7 @@ class ServingData:
     repeat by repeat. overhead: one a concurrency. notes: what a reader has to know beside the numbers."""
 
     KIND: ClassVar[str] = "serving"
+    __pydantic_config__ = STRICT
     driver: str
     endpoint: str
     cells: list[Cell]

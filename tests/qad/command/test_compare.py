@@ -206,20 +206,27 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ((), [1], "the file is a list, expected an object"),
-        ((), None, "the file is null, expected an object"),
+        ((), [1], "the file: it should be an object, got [1]"),
+        ((), None, "the file: it should be an object, got None"),
         (("kind",), ["accuracy"], "unknown kind of record ['accuracy']; known: memory, "),
-        (("arm",), None, "record.arm is null, expected a string"),
-        (("seconds",), "long", "record.seconds is a string, expected a number"),
-        (("settings",), [], "record.settings is a list, expected an object"),
+        (("arm",), None, "record.arm: Input should be a valid string, got None"),
+        (("seconds",), "long", "record.seconds: Input should be a valid number, got 'long'"),
+        (("settings",), [], "record.settings: Input should be an object, got []"),
         (("settings", "seed"), float("nan"), "NaN is no number of JSON"),
-        (("training",), {"seed": "1"}, "record.training: unknown fields [], missing fields ['recipe']"),
-        (("training",), {"seed": "1", "recipe": {}}, "record.training.seed is a string, expected a whole number"),
-        (("engine",), "vllm", "record.engine is a string, expected an object"),
-        (("engine", "emulated"), 1, "record.engine.emulated is a whole number, expected true or false"),
-        (("data", "tasks"), "facts", "data.tasks is a string, expected a list"),
-        (("data", "tasks", 0, "items", 2, "score"), None, "data.tasks[0].items[2].score is null, expected a number"),
-        (("data", "tasks", 0, "n_shot"), 0.5, "data.tasks[0].n_shot is a number, expected a whole number"),
+        (("training",), {"seed": 1}, "record.training.recipe: Field required"),
+        (("training",), {"seed": "1", "recipe": {}}, "record.training.seed: Input should be a valid integer, got '1'"),
+        (("engine",), "vllm", "record.engine: Input should be an object, got 'vllm'"),
+        (("engine", "emulated"), 1, "record.engine.emulated: Input should be a valid boolean, got 1"),
+        (("engine", "made\nup"), 1, "record.engine.made\ufffdup: Unexpected keyword argument, got 1"),
+        (("seconds",), True, "record.seconds: Input should be a valid number, got True"),
+        (("data", "tasks", 0, "items", 2, "score"), "\ud800", "data is no JSON: "),
+        (("data", "tasks"), "facts", "data.tasks: Input should be a valid array, got 'facts'"),
+        (
+            ("data", "tasks", 0, "items", 2, "score"),
+            None,
+            "data.tasks[0].items[2].score: Input should be a valid number",
+        ),
+        (("data", "tasks", 0, "n_shot"), 0.5, "data.tasks[0].n_shot: Input should be a valid integer, got 0.5"),
     ],
 )
 def test_a_damaged_record_names_the_place(tmp_path: Path, place: tuple[Any, ...], value: Any, message: str) -> None:
@@ -268,5 +275,5 @@ def test_a_comparison_survives_json() -> None:
     raw = to_json(found)
     raw["median_recovery"]["ptq"]["value"] = None  # was not finite
     assert math.isnan(from_json(raw).median_recovery["ptq"].value)
-    with pytest.raises(ValueError, match="missing fields"):
+    with pytest.raises(ValueError, match="Field required"):
         from_json({"arms": []})
