@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from export.files.safetensors_writer import Entry
 from export.layouts.layout import Layout, scale_leaves
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS
+from qad.untrusted.safetensors_header import Entry
 from qad.untrusted.yaml_text import strict_yaml
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "inference")

@@ -10,12 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from export.card import relabel
 from export.check import check
-from export.files.safetensors_writer import Entry, write_file
+from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
 from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
@@ -29,6 +28,7 @@ from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.place import require_apart
+from qad.untrusted.safetensors_header import Entry
 
 _REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
@@ -143,14 +143,12 @@ def folder_digest(folder: Path) -> str:
 def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progress: Callable[[int], object]) -> str:
     """Returns the sha256 of what it wrote."""
     names = [name for name, (where, _) in folder.tensors.items() if where == file]
-    with safe_open(folder.path / file, framework="pt") as opened:
-        metadata = opened.metadata() or {}
     entries = []
     for name in names:
         entry = folder.tensors[name][1]
         shape = target.scalar if _is_scalar(folder, name) else entry.shape
         entries.append(Entry(renamed(folder, target, name), entry.dtype, shape))
-    return write_file(path, entries, _tensors(folder, target, names), progress, metadata)
+    return write_file(path, entries, _tensors(folder, target, names), progress, folder.metadata[file])
 
 
 def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from export.files.json_files import json_faults, read_json
-from export.files.safetensors_writer import Entry
 from export.layouts.compressed_tensors import format_names
 from export.layouts.config_files import INDEX, NESTED
 from export.layouts.endless import endless
@@ -41,7 +40,8 @@ from qad.numerics.formats import (
     announced_algorithm,
     with_inputs,
 )
-from qad.untrusted import header_faults, mapping, names
+from qad.untrusted import mapping, names
+from qad.untrusted.safetensors_header import Entry, read_header
 
 FLOATING = ("BF16", "F16", "F32")
 _METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
@@ -52,6 +52,7 @@ _LONGEST_NAME = 1000  # characters; the rules make lists of its parts
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """config / nested: config.json and hf_quant_config.json (None where absent). tensors: name -> (file, entry).
+    metadata: weight file -> its own.
 
     unreadable: weight file -> why. duplicates: tensors found in two files. faults: (file, what readers of its JSON differ
     in).
@@ -63,6 +64,7 @@ class Folder:
     index: dict[str, Any] | None
     files: tuple[str, ...]
     tensors: dict[str, tuple[str, Entry]]
+    metadata: dict[str, dict[str, str]]
     unreadable: dict[str, str]
     duplicates: tuple[str, ...]
     faults: tuple[tuple[str, str], ...]
@@ -418,24 +420,21 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     files = tuple(sorted(p.name for p in path.glob("*.safetensors") if p.name not in skip))
     tensors: dict[str, tuple[str, Entry]] = {}
     unreadable: dict[str, str] = {}
+    metadata: dict[str, dict[str, str]] = {}
     duplicates: list[str] = []
     faults = [(name, fault) for name in ("config.json", NESTED, INDEX) for fault in json_faults(path / name)]
     for name in files:
-        if not (path / name).is_file():
-            unreadable[name] = "it is no regular file"
-            continue
         try:
-            with safe_open(path / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    if len(key) > _LONGEST_NAME:
-                        raise SafetensorError(f"a tensor's name has {len(key):,} characters")
-                    part = file.get_slice(key)
-                    if key in tensors:
-                        duplicates.append(key)
-                    tensors[key] = (name, Entry(key, part.get_dtype(), tuple(part.get_shape())))
-            faults += [(name, fault) for fault in header_faults(path / name)]
-        except (SafetensorError, OSError, ValueError) as error:
+            header = read_header(path / name)
+            longest = max(map(len, header.tensors), default=0)
+            if longest > _LONGEST_NAME:
+                raise ValueError(f"a tensor's name has {longest:,} characters")
+        except (OSError, ValueError) as error:
             unreadable[name] = str(error)
+            continue
+        duplicates += [key for key in header.tensors if key in tensors]
+        tensors |= {key: (name, entry) for key, entry in header.tensors.items()}
+        metadata[name] = header.metadata
     folder = Folder(
         path,
         config,
@@ -443,6 +442,7 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
         read_json(path / INDEX),
         files,
         tensors,
+        metadata,
         unreadable,
         tuple(duplicates),
         tuple(faults),

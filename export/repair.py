@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from export.check import check
@@ -36,6 +35,7 @@ from qad.errors import BrokenCheckpointError, UsageError
 from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, algorithm_of
 from qad.place import require_apart
 from qad.untrusted import mapping
+from qad.untrusted.safetensors_header import read_header
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
 
@@ -131,8 +131,7 @@ def _stale_files(folder: Folder) -> list[str]:
 def _names(folder: Folder, file: str) -> set[str]:
     if file in folder.unreadable:
         return set()
-    with safe_open(folder.path / file, framework="pt") as opened:
-        return {*opened.keys()}
+    return {*read_header(folder.path / file).tensors}
 
 
 def _layout_of_tensors(folder: Folder) -> Layout | None:
@@ -271,12 +270,10 @@ def _write(plan: _Plan, partial: Path) -> None:
 
 
 def _rewrite(plan: _Plan, file: str, names: list[str], partial: Path) -> None:
-    with safe_open(plan.folder.path / file, framework="pt") as opened:
-        metadata = opened.metadata() or {}
     make = plan.block_scales
     tensors = ((name, make[name]() if name in make else plan.folder.get(name)) for name in names)
     entries = [plan.folder.tensors[name][1] for name in names]
-    write_file(partial / file, entries, tensors, metadata=metadata)
+    write_file(partial / file, entries, tensors, metadata=plan.folder.metadata[file])
 
 
 # --- from the arm ---

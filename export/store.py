@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from export.files.safetensors_writer import Entry
 from export.layouts.layout import Layout
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
 from qad.errors import ArtifactError
+from qad.untrusted.safetensors_header import Entry
 
 _FLOATING = ("BF16", "F16", "F32")
 # Added to a router's scores to choose experts, and learned in steps below BF16's resolution; engines hold it in FP32.

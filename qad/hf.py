@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import warnings
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -30,6 +30,7 @@ from qad.model.names import name_tensors, names_of
 from qad.numerics.formats import FORMATS, INPUT_SCALE, MIXED, Stored, announced_algorithm
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.linear import QuantizedLinear
+from qad.untrusted.safetensors_header import Entry, read_header
 
 METHOD = "modelopt"
 BLOCK_SIZE = 16  # what K has to be divisible by, in every format
@@ -160,7 +161,9 @@ class ModelOptHfQuantizer(HfQuantizer):
                 _replace(model, inner, PackedLinear(module, format))
         _require_dtypes(stored, self.quantization_config)
         for name in plain:
-            if stored.get(f"{name}.weight", ("", ()))[0] in {record.tensors[0].dtype for record in FORMATS.values()}:
+            if (weight := stored.get(f"{name}.weight")) and weight.dtype in {
+                record.tensors[0].dtype for record in FORMATS.values()
+            }:
                 raise ValueError(
                     f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}"
                 )
@@ -207,22 +210,21 @@ def _inputs_of(expert: Projections) -> ExpertInputs | None:
     return ExpertInputs(first.format, first.input_scale, second.input_scale)
 
 
-def _headers(files: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (dtype in safetensors' words, shape), from the files' headers."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+def _headers(files: list[str]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                part = file.get_slice(name)
-                found[name] = (part.get_dtype(), tuple(part.get_shape()))
+        try:
+            found |= read_header(Path(path)).tensors
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): {_ADVICE}") from error
     return found
 
 
-def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], config: ModelOptConfig) -> None:
+def _require_dtypes(stored: dict[str, Entry], config: ModelOptConfig) -> None:
     """Whatever carries a weight scale is whole, in the dtypes of its format; no scale is left over."""
     packed = {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}
     leaves = {leaf for format in FORMATS for leaf in _stored(format)}
-    for name, (dtype, _) in stored.items():
+    for name, entry in stored.items():
         module, _, leaf = name.rpartition(".")
         if leaf not in leaves or (leaf == "weight" and module not in packed):
             continue
@@ -236,18 +238,18 @@ def _require_dtypes(stored: dict[str, tuple[str, tuple[int, ...]]], config: Mode
             raise ValueError(f"{name} is in the checkpoint, but its algorithm leaves activations alone: {_ADVICE}")
         if leaf not in tensors:
             raise ValueError(f"{name} is in the checkpoint, but its algorithm {format} has none: {_ADVICE}")
-        if dtype != tensors[leaf].dtype:
-            raise ValueError(f"{name} is {dtype}, expected {tensors[leaf].dtype}: {_ADVICE}")
+        if entry.dtype != tensors[leaf].dtype:
+            raise ValueError(f"{name} is {entry.dtype}, expected {tensors[leaf].dtype}: {_ADVICE}")
 
 
-def _require_shapes(name: str, module: PackedLinear, stored: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def _require_shapes(name: str, module: PackedLinear, stored: dict[str, Entry]) -> None:
     for leaf, parameter in module.named_parameters(recurse=False):
         found = stored.get(f"{name}.{leaf}")
         if found is None:
             raise ValueError(f"{name}.{leaf} is not in the checkpoint: {_ADVICE}")
-        if found[1] != tuple(parameter.shape):
+        if found.shape != tuple(parameter.shape):
             raise ValueError(
-                f"{name}.{leaf} is {list(found[1])}, config.json asks for {list(parameter.shape)}: {_ADVICE}"
+                f"{name}.{leaf} is {list(found.shape)}, config.json asks for {list(parameter.shape)}: {_ADVICE}"
             )
 
 

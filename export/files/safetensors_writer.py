@@ -6,9 +6,7 @@ that each is aligned; the file is, to the byte, the one the reference implementa
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qad.artifact import sha256_file
+from qad.untrusted.safetensors_header import Entry
 
 # In the order of the reference implementation, which writes tensors from the last to the first.
 _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -25,20 +24,6 @@ _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": t
            "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # fmt: skip
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 _METADATA = {"format": "pt"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor of a checkpoint file. dtype in safetensors' words."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        dtype = _DTYPES.get(self.dtype)
-        return (dtype.itemsize if dtype else 1) * math.prod(self.shape)
 
 
 def write_file(

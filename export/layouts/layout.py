@@ -20,7 +20,6 @@ import dataclasses
 
 from torch import Tensor
 
-from export.files.safetensors_writer import Entry
 from qad.numerics.formats import (
     BLOCK_SCALE,
     CODES,
@@ -33,6 +32,7 @@ from qad.numerics.formats import (
     Quantized,
     Stored,
 )
+from qad.untrusted.safetensors_header import Entry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from export.files.safetensors_writer import Entry
 from qad.arms.kv_cache import OFF
 from qad.arms.selection import Selection
+from qad.untrusted.safetensors_header import Entry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,14 @@
-"""Bytes on disk of a checkpoint folder, by class of tensor, from safetensors headers alone. No torch, no tensor data.
-
-A safetensors file is an 8-byte little-endian header length, that many bytes of JSON
-({name: {dtype, shape, data_offsets}}, and `__metadata__`), then the data without gaps.
-"""
+"""Bytes on disk of a checkpoint folder, by class of tensor, from safetensors headers alone. No torch, no tensor data."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import struct
 from pathlib import Path
-from typing import Any
 
 from harness.memory.cache_cost import cache_cost
 from harness.records.record import MemoryData
 from qad.errors import BrokenCheckpointError, SourceError
+from qad.untrusted.safetensors_header import Entry, read_header
 
 CLASSES = ("fp4_codes", "block_scales", "global_scales", "fp8", "bf16", "other")
 
@@ -25,20 +18,6 @@ _SCALES = (
     "k_scale", "v_scale", "q_scale", "pre_quant_scale",
 )  # fmt: skip
 _PARAMETER_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """One tensor as its header describes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
 
 
 def measure_memory(folder: Path) -> MemoryData:
@@ -53,11 +32,15 @@ def measure_memory(folder: Path) -> MemoryData:
 
     Raises SourceError for a folder without safetensors files, BrokenCheckpointError for a damaged file.
     """
-    tensors, file_bytes = [], 0
+    tensors: list[Entry] = []
+    file_bytes = 0
     for path in _files(folder):
-        stored, size = _read_header(path)
-        tensors += stored
-        file_bytes += size
+        try:
+            header = read_header(path)
+        except (OSError, ValueError) as error:
+            raise BrokenCheckpointError(f"{path} is damaged: {error}; fetch or export it again") from error
+        tensors += header.tensors.values()
+        file_bytes += header.file_bytes
     names = {tensor.name for tensor in tensors}
     by_class = dict.fromkeys(CLASSES, 0)
     parameters = quantized = 0
@@ -98,36 +81,11 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(path: Path) -> tuple[list[_Stored], int]:
-    """Tensors and size of one file. Raises BrokenCheckpointError unless header and data fill the file exactly."""
-    size = path.stat().st_size
-    broken = f"{path} is damaged: %s; fetch or export it again"
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > size - 8:
-            raise BrokenCheckpointError(broken % f"its {size} bytes end before its header does")
-        raw = file.read(length)
-    try:
-        header: dict[str, Any] = json.loads(raw)
-        header.pop("__metadata__", None)
-        tensors = [
-            _Stored(name, str(t["dtype"]), tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0])
-            for name, t in header.items()
-        ]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BrokenCheckpointError(broken % f"its header cannot be read ({error})") from error
-    expected = 8 + length + sum(tensor.bytes for tensor in tensors)
-    if expected != size:
-        raise BrokenCheckpointError(broken % f"it has {size} bytes, its header describes {expected}")
-    return tensors, size
-
-
 def _is_scale(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in _SCALES
 
 
-def _classify(tensor: _Stored, names: set[str]) -> str:
+def _classify(tensor: Entry, names: set[str]) -> str:
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.dtype == "U8" and leaf in ("weight", "weight_packed") and f"{module}.weight_scale" in names:
         return "fp4_codes"
@@ -138,7 +96,7 @@ def _classify(tensor: _Stored, names: set[str]) -> str:
     return "bf16" if tensor.dtype == "BF16" else "other"
 
 
-def _tied_head(folder: Path, tensors: list[_Stored]) -> str | None:
+def _tied_head(folder: Path, tensors: list[Entry]) -> str | None:
     """Name of a stored head that the config ties to an embedding of the same shape, so that it is the same weight."""
     try:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")

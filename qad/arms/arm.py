@@ -36,6 +36,7 @@ from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
 from qad.numerics.formats import FORMATS, Quantized
 from qad.numerics.groups import _NONE_FROZEN, quantize_group
+from qad.untrusted.safetensors_header import read_header
 
 KIND = "arm"
 DYNAMIC = "dynamic"
@@ -65,8 +66,10 @@ class Arm:
         path = self.folder / "weights.safetensors"
         if not path.is_file():
             return {}
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        try:
+            return {name: entry.shape for name, entry in read_header(path).tensors.items()}
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{path} cannot be read ({error}): make the arm again") from error
 
     @functools.cached_property
     def tied_embeddings(self) -> bool:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
-from qad.untrusted import header_faults, json_with_faults, regular_bytes
+from qad.untrusted import json_with_faults, regular_bytes
+from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
@@ -292,15 +293,8 @@ def _json(path: Path) -> Any:
 
 def _header(path: Path) -> dict[str, TensorInfo]:
     try:
-        if not path.is_file():
-            raise ValueError("it is no regular file")
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            header = {name: TensorInfo(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-        if header_faults(path):
-            raise ValueError(header_faults(path)[0])
-        return header
-    except (SafetensorError, OSError, ValueError) as error:
+        return {name: TensorInfo(path, entry.dtype, entry.shape) for name, entry in read_header(path).tensors.items()}
+    except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read ({error}): the download is incomplete or damaged") from error
 
 

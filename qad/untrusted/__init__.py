@@ -1,5 +1,5 @@
 """What others wrote: one strict reader of JSON and of its lines, what each value is before it is used, and how any of it is
-shown. YAML is read by qad.untrusted.yaml_text."""
+shown. YAML is read by qad.untrusted.yaml_text, a safetensors header by qad.untrusted.safetensors_header."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 NAME_LIMIT = 120
 LARGEST = 100_000_000  # bytes of a JSON file, as of a safetensors header
@@ -69,26 +70,27 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def regular_bytes(path: Path, limit: int = LARGEST) -> bytes:
-    """The bytes of a regular file. Raises OSError where it cannot be read, ValueError for anything that has no end of its own
-    (a pipe, a device, a socket, a folder) and for more than `limit` bytes."""
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file and its size in bytes. Raises OSError where it cannot be read, ValueError for anything that has no end of
+    its own (a pipe, a device, a socket, a folder)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would be waited for
-    with open(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError("it is no regular file")
-        if facts.st_size > limit:
-            raise ValueError(f"it has {facts.st_size:,} bytes, {limit:,} at the most are read")
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file, facts.st_size
+    finally:
+        os.close(descriptor)
+
+
+def regular_bytes(path: Path, limit: int = LARGEST) -> bytes:
+    """The bytes of a regular file. Raises as `open_regular`, and ValueError for more than `limit` bytes."""
+    with open_regular(path) as (file, size):
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, {limit:,} at the most are read")
         return file.read(limit)
-
-
-def header_faults(path: Path) -> list[str]:
-    """As of `json_with_faults`, in the header of a safetensors file. Raises OSError, ValueError where there is none."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > LARGEST:
-            raise ValueError(f"its header has {size:,} bytes, {LARGEST:,} at the most are read")
-        return json_with_faults(file.read(size))[1]
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -222,7 +222,7 @@ def test_a_reciprocal_comes_back_within_one_ulp_and_then_stays(exponent: int) ->
 
 def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> None:
     from export.card import model_card, with_recovery
-    from export.files.safetensors_writer import Entry
+    from qad.untrusted.safetensors_header import Entry
 
     opened, entries = open_arm(exports[0]), [Entry("a.weight", "BF16", (4, 4))]
     plain = model_card(opened, MODELOPT, entries)

@@ -125,7 +125,7 @@ FOUND = {
     "a pipe for the index": (pipe("model.safetensors.index.json"), "E11", "missing or unreadable"),
     "a pipe for the tokenizer": (pipe("tokenizer.json"), "E11", "not readable JSON"),
     "a device": (another("a.safetensors", lambda path: path.symlink_to("/dev/zero")), "E11", "no regular file"),
-    "a loop": (another("a.safetensors", lambda path: path.symlink_to(path.name)), "E11", "no regular file"),
+    "a loop": (another("a.safetensors", lambda path: path.symlink_to(path.name)), "E11", "levels of symbolic links"),
     "a folder": (another("a.safetensors", Path.mkdir), "E11", "no regular file"),
     "half a character": (config(**{"\ud800": "\udfff"}), "E11", "holds half a character"),
     "half a character excluded": (excluded("model.\ud800"), "E11", "holds half a character"),

@@ -24,7 +24,6 @@ import export.writer as writer
 import qad.hf  # noqa: F401  (registers the loader)
 from export.check import check
 from export.files.safetensors_writer import write_file
-from export.store import Entry
 from export.writer import export_arm
 from qad.arms.arm import open_arm, write_arm
 from qad.artifact import run_stage
@@ -33,6 +32,7 @@ from qad.model.loader import load_tokenizer
 from qad.model.source import open_checkpoint
 from qad.numerics import nvfp4
 from qad.numerics.groups import quantize_group
+from qad.untrusted.safetensors_header import Entry
 
 BuildArm = Callable[..., Path]
 
