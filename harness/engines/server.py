@@ -14,12 +14,11 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from harness.engines import trtllm, vllm
 from harness.engines.answers import ask, served_models
 from harness.engines.environment import engine_python
 from harness.engines.process import ServerProcess
+from harness.engines.registered import Adapter, engine_named
 from harness.engines.tree_memory import tree_memory
 from harness.records.record import Engine, EngineMemory
 from qad.errors import EngineError, UsageError
@@ -39,27 +38,6 @@ class Server:
     log: Path
     pid: int
     facts: EngineMemory
-
-
-class Adapter(Protocol):
-    """What an engine's module offers: how it is started, and how to read what it says about itself."""
-
-    def command(
-        self, python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]
-    ) -> list[str]:
-        """The command line of its server on 127.0.0.1:port."""
-
-    def environment(self, python: Path) -> dict[str, str]:
-        """Variables to set beside the harness's own."""
-
-    def describe(self, log: str, version: str | None, folder: Path) -> Engine:
-        """The record's engine entry, from the log."""
-
-    def memory(self, log: str, metrics: str) -> EngineMemory:
-        """What log and /metrics say about memory; None where they say nothing."""
-
-
-ADAPTERS: dict[str, Adapter] = {"vllm": vllm, "trtllm": trtllm}
 
 
 @contextlib.contextmanager
@@ -83,9 +61,7 @@ def serve(
     Raises UsageError where the engine or the folder is not there, EngineError with the log's last lines where the server
     ends early or is not ready in time.
     """
-    adapter = ADAPTERS.get(engine_name)
-    if adapter is None:
-        raise UsageError(f"engine {engine_name!r} has no server: use one of {', '.join(ADAPTERS)}")
+    adapter = engine_named(engine_name).adapter
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: give a Hugging Face model folder")
     interpreter = engine_python(engine_name, python)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.engines.available import EngineChoice
 from harness.engines.environment import engine_python, installed
+from harness.engines.registered import engine_named
 from harness.engines.server import serve
 from harness.memory.files import measure_memory
 from harness.records.record import Engine, MemoryData
-
-if TYPE_CHECKING:
-    from harness.records.record import Engine, MemoryData
 
 READY_S = 3600  # large models load for long; an engine that fails ends by itself
 
@@ -29,13 +27,14 @@ def measure_served_memory(
     max_model_len: int | None = None,
     options: Sequence[str] = (),
 ) -> tuple[MemoryData, Engine]:
-    """Serve `folder` once, ask, and stop. On a CPU vLLM runs eager: its memory is the same, and it starts sooner.
+    """Serve `folder` once, ask, and stop. On a CPU nothing is compiled: the memory is the same, and it starts sooner.
 
     Raises UsageError, EngineError as `serve` does; SourceError, BrokenCheckpointError as `measure_memory` does.
     """
     data = measure_memory(folder)
     interpreter = engine_python(engine, python)
-    eager = ["--enforce-eager"] if engine == "vllm" and not installed(engine, interpreter).gpus else []
+    row = engine_named(engine)
+    eager = row.eager if row.plugin and not installed(engine, interpreter).gpus else ()
     with serve(
         engine, folder, log=log, python=str(interpreter), dtype=dtype, max_model_len=max_model_len,
         options=[*eager, *options], ready_s=READY_S,

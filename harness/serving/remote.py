@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.engines.answers import ask_json, served_models
+from harness.engines.registered import engine_named
 from harness.records.record import Engine
 from qad.errors import UsageError
 from qad.untrusted import mapping
@@ -53,7 +54,5 @@ def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engi
         version = ""
     if log is None or name is None:
         return Engine(name or "server", version, "", "", UNKNOWN_KERNELS, emulated=False)
-    from harness.engines.server import ADAPTERS
-
     text = log.read_text(encoding="utf-8", errors="replace")
-    return ADAPTERS[name].describe(text, version or None, folder)
+    return engine_named(name).adapter.describe(text, version or None, folder)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.engines.registered import AUTOMATIC, ENGINES, HERE, NAMES
 from qad.command import arguments
 from qad.errors import UsageError
 from qad.untrusted import mapping, regular_bytes, strict_json
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
+_SERVED = " or ".join(ENGINES)
 _TOOLS = ["vllm", "sglang", "aiperf", "guidellm", "trtllm"]
 
 
@@ -75,13 +77,13 @@ def _out(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=["transformers", "vllm", "trtllm"], help="start this engine and ask it")
+    parser.add_argument("--engine", choices=NAMES, help="start this engine and ask it")
     _environment(parser)
 
 
 def _environment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: QAD_VLLM_PYTHON or "
-                        "QAD_TRTLLM_PYTHON, then .venv-vllm)")  # fmt: skip
+    parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: "
+                        f"{' or '.join(row.variable for row in ENGINES.values())}, then .venv-vllm)")  # fmt: skip
     parser.add_argument(
         "--max-model-len", type=arguments.count, metavar="TOKENS", help="longest sequence the engine is to serve"
     )
@@ -105,7 +107,7 @@ def add_validation(parser: argparse.ArgumentParser) -> None:
     """Arguments of `qad validate`: what is measured of every folder."""
     parser.add_argument("--measure", metavar="KINDS", help="of memory, fidelity, accuracy, throughput, separated by commas "
                         "(default: the first three, and throughput where an engine computes natively)")  # fmt: skip
-    parser.add_argument("--engine", choices=["auto", "transformers", "vllm"], default="auto",
+    parser.add_argument("--engine", choices=AUTOMATIC, default="auto",
                         help="serves the folders for memory and speed (default: vllm where it has a GPU)")  # fmt: skip
     _accuracy(parser)
     _test_text(parser)
@@ -269,10 +271,10 @@ def _memory(args: argparse.Namespace, say: _Say) -> int:
     from harness.measure.folder import measure_memory
 
     choice = None
-    if args.engine not in (None, "transformers"):
+    if args.engine not in (None, HERE):
         choice = EngineChoice(args.engine, args.python, args.max_model_len, tuple(args.engine_options))
     else:
-        _require_unused(args, _OF_ENGINE, "is of an engine that is started: add --engine vllm or trtllm")
+        _require_unused(args, _OF_ENGINE, f"is of an engine that is started: add --engine {_SERVED}")
     measure_memory(args.folder, args.out, args.arm, args.dtype, args.seed, choice)
     say(f"record: {args.out}")
     return 0
@@ -311,8 +313,8 @@ def _require_log(args: argparse.Namespace) -> None:
     """A running server's log is read by the engine's rules. Raises UsageError."""
     if args.server_log is None:
         return
-    if not args.server or args.engine in (None, "transformers"):
-        raise UsageError("--server-log is of a running vllm or trtllm: add --server URL and --engine")
+    if not args.server or args.engine in (None, HERE):
+        raise UsageError(f"--server-log is of a running {_SERVED}: add --server URL and --engine")
     if not args.server_log.is_file():
         raise UsageError(f"--server-log {args.server_log} is no file: give what the server printed")
 
@@ -321,11 +323,9 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
     from harness.measure.folder import How, measure_folder
     from qad.recipes.load import parse_section
 
-    if not args.server and args.engine in (None, "transformers"):
+    if not args.server and args.engine in (None, HERE):
         if len(args.folder) > 1:
-            raise UsageError(
-                f"{len(args.folder)} folders are measured in turns by --engine vllm or trtllm; give one here"
-            )
+            raise UsageError(f"{len(args.folder)} folders are measured in turns by --engine {_SERVED}; give one here")
         _require_unused(args, (*_OF_ENGINE, *_OF_LOAD), "is of a server's speed: add --engine vllm or --server URL")
         section = parse_section("throughput", {})
         measure_folder(args.folder[0], args.out, args.arm, section, args.dtype, args.seed, How())

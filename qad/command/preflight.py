@@ -37,11 +37,12 @@ def _require_layout(job: Job) -> None:
 def _require_engine(job: Job) -> None:
     """An engine that the recipe names; what `auto` finds is found when it is needed."""
     from harness.engines.environment import engine_python, installed
+    from harness.engines.registered import ENGINES
     from harness.measure.throughput import Serving, load_pythons
     from harness.serving.drivers import choose_driver
 
     measure = job.recipe.measure
-    if measure.engine != "vllm" or not (measure.memory or measure.throughput):
+    if measure.engine not in ENGINES or not (measure.memory or measure.throughput):
         return
     installed(measure.engine, engine_python(measure.engine))
     if measure.throughput:

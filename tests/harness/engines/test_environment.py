@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 
 from harness.engines.available import best_engine, served
 from harness.engines.environment import engine_python, installed
+from harness.engines.registered import AUTOMATIC, ENGINES
 from harness.records import record as records
 from harness.records.record import MemoryData
 from qad.command.cli import main
 from qad.errors import EngineError, UsageError
+from qad.recipes.recipe import Measure
 
 Executable = Callable[[str, str], Path]
 CPU = json.dumps({"version": "0.32.0", "gpus": [], "cpu_plugin": True})
@@ -119,3 +122,11 @@ def test_memory_of_a_served_folder(
     assert '"--enforce-eager", "--seed=1"' in printed, "on a CPU nothing is compiled to ask for memory"
     with pytest.raises(SystemExit, match="2"):
         main(["measure", "fidelity", str(tiny_llama_dir), "--out", str(out), "--engine", "vllm"])
+
+
+def test_every_registered_engine_has_its_module_and_recipes_name_those_a_run_may_take() -> None:
+    for name, row in ENGINES.items():
+        assert name == row.name
+        for function in ("command", "environment", "describe", "memory"):
+            assert callable(getattr(row.adapter, function)), f"{name}: {function}"
+    assert typing.get_args(Measure.model_fields["engine"].annotation) == AUTOMATIC

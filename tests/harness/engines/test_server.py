@@ -115,7 +115,7 @@ def test_a_taken_port_is_tried_again(
 @pytest.mark.parametrize(
     ("engine", "python", "message"),
     [
-        ("sglang", None, "has no server"),
+        ("sglang", None, "is not started as a server"),
         ("vllm", "/no/such/python", "no executable file"),
         ("trtllm", sys.executable, "trtllm-serve beside it"),
     ],
