@@ -14,6 +14,7 @@ from typing import Any
 from harness.engines.declared import algorithm_of
 from harness.records.record import Engine
 from qad.errors import UsageError
+from qad.model.attention import asked_attention
 from qad.model.limits import require_ids
 from qad.model.loader import DTYPES, load_model, load_tokenizer, resolve_dtype
 from qad.model.source import open_checkpoint
@@ -54,7 +55,8 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
     model = load_model(checkpoint, dtype, device, attention)
     require_ids(model, tokenizer, folder)
     algorithm = algorithm_of(checkpoint.config)
-    return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm))
+    asked = attention or asked_attention(checkpoint.config)
+    return LoadedModel(model, tokenizer, describe(model, dtype, device, algorithm, asked))
 
 
 def require_device(device: str) -> None:
@@ -70,10 +72,12 @@ def require_device(device: str) -> None:
         raise UsageError(f"device {device} is not there: this machine has {count} CUDA devices; use cpu")
 
 
-def describe(model: Any, dtype: str, device: str, algorithm: str | None) -> Engine:
-    """The record's engine entry. transformers has no NVFP4 kernels, so a quantized folder is always emulated."""
+def describe(model: Any, dtype: str, device: str, algorithm: str | None, asked: str | None = None) -> Engine:
+    """The record's engine entry. transformers has no NVFP4 kernels, so a quantized folder is always emulated. asked: the kernel
+    of attention that was asked for."""
     attention = getattr(model.config, "_attn_implementation", None) or "unknown"
-    matmul = f"torch {dtype} matmul, {attention} attention"
+    instead = f" (in place of {asked})" if asked not in (None, attention) else ""
+    matmul = f"torch {dtype} matmul, {attention} attention{instead}"
     path = f"{algorithm} dequantized, then {matmul}" if algorithm else matmul
     return Engine(
         name="transformers",

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.records.record import CacheCost, SequenceMemory
+from qad.errors import SourceError
+from qad.model.bounds import OversizedError
+from qad.model.built_config import built_config
 from qad.model.families import family_of
 
 BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
@@ -61,15 +64,19 @@ def cache_cost(folder: Path, weight_bytes: int) -> CacheCost | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The language model's config with its class's defaults, where transformers knows the class; else as written."""
-    from transformers import AutoConfig
+    """The language model's config with its class's defaults, where transformers knows the class; else as written.
 
+    Raises SourceError for counts beyond all models.
+    """
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     written = {**raw, **(raw.get("text_config") or {})}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    except (ValueError, OSError, KeyError, TypeError, AttributeError):
+        built = built_config(raw)
+    except OversizedError as error:
+        raise SourceError(f"{folder}/config.json asks for a model that cannot be: {error}; fetch it again") from error
+    if built is None:
         return written
+    config = built.get_text_config()
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     return {**written, **config.to_dict(), **({"layer_types": list(kinds)} if kinds else {})}
 

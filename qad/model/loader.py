@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from qad.errors import SourceError
 from qad.model.announced import not_computed
+from qad.model.attention import with_attention_here
 from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import split_experts
 from qad.model.names import name_tensors
@@ -27,13 +28,16 @@ from qad.untrusted import mapping
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNLOADABLE = (
     ValueError,
-    KeyError,
     TypeError,
     AttributeError,
     RuntimeError,
     OSError,
+    LookupError,
+    ImportError,
+    AssertionError,
+    SyntaxError,
     StrictDataclassError,
-)  # by transformers
+)  # by transformers, and by code that a folder brings
 
 _trusted = False
 
@@ -67,10 +71,10 @@ def default_device() -> str:
 
 def load_model(source: Checkpoint, dtype: str, device: str, attention: str | None = None) -> Any:
     """The model in eval mode, without gradients, on `device`, its parameters in `dtype`.
-    attention: transformers' name of an attention kernel, None for its choice.
+    attention: transformers' name of an attention kernel, None for the one of config.json where it is here, else its choice.
 
-    Raises SourceError where transformers does not know the architecture, a weight is missing, or a quantized folder asks for
-    more than is computed here.
+    Raises SourceError where transformers does not know the architecture, a package that it needs or a weight is missing, or a
+    quantized folder asks for more than is computed here.
     """
     from transformers.utils import logging
 
@@ -82,10 +86,14 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
         )
     logging.disable_progress_bar()
     try:
-        model, report = auto_class(_config(source)).from_pretrained(
-            source.folder, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted,
-            attn_implementation=attention,
-        )  # fmt: skip
+        config = _config(source)
+        if attention is None:
+            with_attention_here(config, device, str(source.folder))
+        else:
+            config._attn_implementation = attention
+        model, report = auto_class(config).from_pretrained(
+            source.folder, config=config, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=_trusted
+        )
     except _UNLOADABLE as error:
         raise SourceError(f"transformers cannot load {source.folder}: {_reason(error, source.folder)}") from error
     if report["missing_keys"] or report.get("mismatched_keys"):
@@ -104,6 +112,7 @@ def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
     try:
         require_bounded(source.config)
         config = _config(source)
+        with_attention_here(config, "cpu", str(source.folder), say=dtype is not None)
         shapes = [info.shape for info in source.tensors.values()]
         with _weightless() if dtype else torch.device("meta"), built_for(shapes):
             model = auto_class(config).from_config(

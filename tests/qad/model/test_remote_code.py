@@ -115,3 +115,26 @@ def test_the_commands_that_load_models_have_the_flag(
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         assert "--trust-remote-code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ("import flash_attn", "flash_attn"),
+        ("__import__('absent_kernels')", "No module named 'absent_kernels'"),
+        ("def f(:", "invalid syntax"),
+        ("assert False, 'needs a newer version'", "needs a newer version"),
+        ("[][0]", "list index out of range"),
+    ],
+)
+def test_code_that_cannot_run_here_is_one_line(
+    tiny_llama_dir: Path, tmp_path: Path, marker: Path, broken: str, named: str
+) -> None:
+    folder = own_model(tiny_llama_dir, tmp_path / "own", marker, "own_llama")
+    code = folder / "modeling_own.py"
+    code.write_text(f"{broken}\n{code.read_text()}")
+    for load in (load_skeleton, lambda s: load_model(s, "float32", "cpu")):
+        with remote_code(True), pytest.raises(SourceError) as refused:
+            load(open_checkpoint(folder))
+        assert named in str(refused.value)
+        assert "\n" not in str(refused.value)
