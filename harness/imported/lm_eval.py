@@ -10,7 +10,7 @@ from typing import Any
 from harness.imported.stamp import imported_record, require_one_model
 from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
 from qad.errors import DataError
-from qad.untrusted import count, is_number, json_lines, mapping, names, strict_json
+from qad.untrusted import clean, count, is_number, json_lines, mapping, names, strict_json
 
 _PROTOCOL = ("gen_kwargs", "limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _TEMPLATE = ("chat_template_sha", "fewshot_as_multiturn", "system_instruction_sha")
@@ -85,7 +85,7 @@ def _read(file: Path) -> dict[str, Any]:
             raise TypeError("a row of its results is not an object")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(
-            f"{file} is no result file of lm-eval ({error}): give the folder of its --output_path"
+            f"{file} is no result file of lm-eval ({clean(error, 200)}): give the folder of its --output_path"
         ) from error
     return raw
 
@@ -138,7 +138,8 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
     except StopIteration as error:
         raise DataError(f"{file} has no score per item: arms cannot be paired on it") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, OSError) as error:
-        raise DataError(f"{file} is no samples file of lm-eval ({error!r}): give the folder of one run") from error
+        reason = clean(repr(error), 200)
+        raise DataError(f"{file} is no samples file of lm-eval ({reason}): give the folder of one run") from error
 
 
 def _item(row: dict[str, Any], metric: str) -> Item:

@@ -22,10 +22,10 @@ from harness.imported.loads import UNKNOWN, aiperf_load, bench_load, guidellm_lo
 from harness.records.serving import Arrival, Cell, Gaps, Repeat, Request, ServingData, Window
 from harness.serving.window import TokenEvent, active_requests, steady_window, tokens_inside
 from qad.errors import DataError, UsageError
-from qad.untrusted import json_lines, strict_json
+from qad.untrusted import clean, json_lines, strict_json
 
 Reader = Callable[[Sequence[Any], Path], list[Cell]]
-_EVENTS = 100_000  # of one request at most: a count that somebody wrote is no reason to run out of memory
+_EVENTS = 4_000_000  # of one run at most: a count that somebody wrote is no reason to run out of memory
 
 _NOTES = {
     "vllm": "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
@@ -56,7 +56,7 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
         cells = _READERS[found](documents, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no result file of {_TOOLS[found]}, or of another version ({error!r}): check --from"
+            f"{path} is no result file of {_TOOLS[found]}, or of another version ({clean(repr(error), 200)}): check --from"
         ) from error
     if not cells:
         raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
@@ -107,7 +107,7 @@ def _documents(path: Path) -> list[Any]:
                 raise
             return [value for _, value in json_lines(path, nan_is_null=True)]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is neither JSON nor JSON lines ({error}): give a result file") from error
+        raise DataError(f"{path} is neither JSON nor JSON lines ({clean(error, 200)}): give a result file") from error
 
 
 # --- one request, one run ------------------------------------------------------------------------
@@ -117,6 +117,8 @@ def _request(
     start_s: float, ttft_ms: float, e2e_ms: float, input_tokens: int | None, output_tokens: int | None, counted_by: str,
     gaps_ms: Sequence[float] = (), cached_tokens: int | None = None,
 ) -> Request:  # fmt: skip
+    if gaps_ms and min(gaps_ms) < 0:
+        return _failed(start_s, "impossible: a chunk before the one before it")
     after_first = (output_tokens or 0) - 1
     found = Request(
         start_s=start_s, input_tokens=input_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens,
@@ -140,7 +142,7 @@ def _run(requests: list[Request], seconds: float | None, arrival: Arrival | None
     spans = [(r.start_s, r.start_s + (r.e2e_ms or 0.0) / 1000) for r in good]
     known = (bool(spans) and len({start for start, _ in spans}) > 1) or len(spans) == 1
     peak, mean = active_requests(spans) if known else (None, None)
-    events = [event for r in good for event in _events(r)]
+    events = [event for r in good for event in _events(r, 1 + _EVENTS // len(good))]
     window = steady_window(spans, events) if known else None
     if known and arrival is not None and arrival.rate is not None:
         last = max(start for start, _ in spans)
@@ -156,9 +158,9 @@ def _moved(request: Request, by_s: float) -> Request:
     return dataclasses.replace(request, start_s=request.start_s + by_s)
 
 
-def _events(request: Request) -> list[TokenEvent]:
+def _events(request: Request, most: int) -> list[TokenEvent]:
     n, first, last = request.output_tokens or 0, request.ttft_ms or 0.0, request.e2e_ms or 0.0
-    steps = min(n, _EVENTS)
+    steps = min(n, most)
     step = (last - first) / (steps - 1) if steps > 1 else 0.0
     return [(request.start_s + (first + i * step) / 1000, n / steps) for i in range(steps)]
 

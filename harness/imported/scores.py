@@ -70,7 +70,8 @@ def _csv_records(path: Path, arm: str) -> list[Record]:
     arms = [n for n in header if n not in (*_CSV_FACTS, *_SETTINGS)] if wide else []
     if "benchmark" not in header or (wide and not arms):
         raise DataError(
-            f"{path} has the columns {', '.join(header)}: give benchmark and one column an arm, or benchmark and score"
+            f"{path} has the columns {clean(', '.join(header), 200)}: give benchmark and one column an arm, or benchmark and "
+            "score"
         )
     scores: dict[str, dict[tuple[str, str, str], PublishedScore]] = {}
     cells = [(line, row, name) for line, row in enumerate(rows, 1) for name in (arms or [row.get("arm") or arm])]
@@ -104,8 +105,8 @@ def _unit(path: Path, cells: list[tuple[int, dict[str, str], str, float]]) -> fl
     for line, row, name, value in free:
         if percent and 0 < value <= 1 and not row[name].endswith("%"):
             raise DataError(
-                f"{path}, row {line}: {name} of {clean(row['benchmark'])} is {row[name]} in a table of percent: write all scores "
-                "in one unit, or give that row its maximum in a column of that name"
+                f"{path}, row {line}: {clean(name)} of {clean(row['benchmark'])} is {clean(row[name])} in a table of percent: "
+                "write all scores in one unit, or give that row its maximum in a column of that name"
             )
     return 100.0 if percent else 1.0
 
@@ -123,11 +124,11 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
         header, *entries = csv.reader(body, skipinitialspace=True, strict=True)
     except ValueError as error:
         if isinstance(error, UnicodeDecodeError):
-            raise DataError(f"{path} cannot be read ({error}): save it as UTF-8 text") from error
+            raise DataError(f"{path} cannot be read ({clean(error, 200)}): save it as UTF-8 text") from error
         raise DataError(f"{path} has no rows: give a header line and one line a benchmark") from error
     except (OSError, csv.Error) as error:
         raise DataError(
-            f"{path} cannot be read as a CSV table ({error}): save it as UTF-8 text, one line a benchmark"
+            f"{path} cannot be read as a CSV table ({clean(error, 200)}): save it as UTF-8 text, one line a benchmark"
         ) from error
     columns = [name.strip().lower() for name in header]
     twice = next((name for name in columns if columns.count(name) > 1), None)
@@ -178,10 +179,10 @@ def _number(path: Path, line: int, row: dict[str, str], name: str, least: float 
     try:
         value = float(text)
     except ValueError as error:
-        raise DataError(f"{path}, row {line}: {name} is {text!r}, expected a number") from error
+        raise DataError(f"{path}, row {line}: {name} is {clean(text)!r}, expected a number") from error
     if not math.isfinite(value) or value < least:
         allowed = "a finite number" if math.isinf(least) else f"{least} or more"
-        raise DataError(f"{path}, row {line}: {name} is {text!r}, expected {allowed}")
+        raise DataError(f"{path}, row {line}: {name} is {clean(text)!r}, expected {allowed}")
     return value
 
 

@@ -11,6 +11,7 @@ import pydantic_core
 from qad.untrusted import clean
 
 T = TypeVar("T")
+LARGEST = 1e100  # of a number: squares of it and their sums are finite
 
 # Of every class that is read: nothing is converted, no field is dropped. Classes inside inherit it.
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
@@ -33,6 +34,19 @@ def build(cls: type[T], value: object, where: str) -> T:
         raise ValueError(f"{clean(where + place)}: {fault['msg']}{given}") from None
     except pydantic_core.PydanticSerializationError as error:
         raise ValueError(f"{where} is no JSON: {clean(error)}") from None
+
+
+def require_measurable(value: object) -> None:
+    """Raises ValueError for JSON with a number whose square, or a sum of some, is beyond what a float holds."""
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            left += found.values()
+        elif isinstance(found, list):
+            left += found
+        elif isinstance(found, (int, float)) and not abs(found) < LARGEST:
+            raise ValueError(f"{found:.3g} is a number that nothing measures")
 
 
 _ADAPTERS: dict[object, pydantic.TypeAdapter[Any]] = {}  # a large class takes a tenth of a second

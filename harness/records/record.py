@@ -24,7 +24,7 @@ from harness.records.fidelity import LayerDistance as LayerDistance
 from harness.records.parity import ParityData as ParityData
 from harness.records.parity import ParityLayer as ParityLayer
 from harness.records.parity import ParityPrompt as ParityPrompt
-from harness.records.rebuild import STRICT, build
+from harness.records.rebuild import STRICT, build, require_measurable
 from harness.records.serving import ServingData
 from qad.place import write_whole
 from qad.untrusted import clean, strict_json
@@ -354,6 +354,7 @@ def from_json(raw: Any) -> Record:
         raise ValueError(f"unknown kind of record {kind!r}; known: {', '.join(_DATA)}")
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"record has schema {raw.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
+    require_measurable(raw.get("data"))
     data = build(_DATA[kind], raw.get("data"), "data")
     return dataclasses.replace(build(Record, {**raw, "data": None}, "record"), data=data)
 
@@ -368,4 +369,4 @@ def read(path: Path) -> Record:
     try:
         return from_json(strict_json(path.read_bytes()))
     except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} is not a measurement record: {error}") from error
+        raise ValueError(f"{path} is not a measurement record: {clean(error, 300)}") from error
