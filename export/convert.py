@@ -82,18 +82,19 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     require_computed(folder, "converted")
     if folder.layout is target:
         raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")
-    if folder.kv_cache not in (None, "FP8"):
-        raise UsageError(f"{folder.path} has a {folder.kv_cache} KV cache: only FP8 ones can be converted")
+    if folder.announced.kv_cache not in (None, "FP8"):
+        raise UsageError(f"{folder.path} has a {folder.announced.kv_cache} KV cache: only FP8 ones can be converted")
     assert folder.algorithm is not None
     layers = {module: folder.format_of(module) for module in in_model_order(folder)}
-    return Scheme(folder.algorithm, excluded_names(folder), folder.kv_cache, layers)
+    return Scheme(folder.algorithm, excluded_names(folder), folder.announced.kv_cache, layers)
 
 
 def require_computed(folder: Folder, what: str) -> None:
     """Raises UsageError where metadata written anew would no longer ask for what the folder's own ask for."""
-    if folder.not_computed:
+    unknown = ", ".join(folder.announced.not_computed[:4])
+    if unknown:
         raise UsageError(
-            f"{folder.path} asks for {', '.join(folder.not_computed[:4])}, which is unknown here and would be lost: it cannot be "
+            f"{folder.path} asks for {unknown}, which is unknown here and would be lost: it cannot be "
             f"{what}; serve it as it is, or make it again with the tool that wrote it"
         )
 
@@ -107,7 +108,9 @@ def in_model_order(folder: Folder) -> list[str]:
 def excluded_names(folder: Folder) -> tuple[str, ...]:
     """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
     and `re:` patterns of one layout mean nothing in the other."""
-    listed = {name for name in folder.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
+    listed = {
+        name for name in folder.announced.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed
+    }
     return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed}))
 
 
@@ -148,7 +151,7 @@ def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progres
         entry = folder.tensors[name][1]
         shape = target.scalar if _is_scalar(folder, name) else entry.shape
         entries.append(Entry(renamed(folder, target, name), entry.dtype, shape))
-    return write_file(path, entries, _tensors(folder, target, names), progress, folder.metadata[file])
+    return write_file(path, entries, _tensors(folder, target, names), progress, folder.headers[file].metadata)
 
 
 def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:

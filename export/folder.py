@@ -1,7 +1,8 @@
-"""A checkpoint folder as it lies on disk, read without trusting its index or its metadata."""
+"""A checkpoint folder as it lies on disk: what its tensors are, without trusting its index or its metadata."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -15,16 +16,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from export.files.json_files import json_faults, read_json
-from export.layouts.compressed_tensors import format_names
-from export.layouts.config_files import INDEX, NESTED
+from export.layouts.config_files import CONFIG, INDEX, NESTED
 from export.layouts.endless import endless
-from export.layouts.exclude import equal_or_regex, names_asked
+from export.layouts.exclude import names_asked
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout, code_dtypes, scale_leaves
+from export.metadata import Announced, announced_layout
 from export.skeleton import Skeleton, build_skeleton
 from qad.arms.kv_cache import CAST
 from qad.artifact import MANIFEST, STAGE_FILE
 from qad.errors import UsageError
-from qad.model.announced import not_computed, per_token
 from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
 from qad.model.families import Family, family_of
@@ -37,109 +37,78 @@ from qad.numerics.formats import (
     Format,
     Quantized,
     algorithm_of,
-    announced_algorithm,
     with_inputs,
 )
-from qad.untrusted import mapping, names
-from qad.untrusted.safetensors_header import Entry, read_header
+from qad.untrusted import mapping
+from qad.untrusted.safetensors_header import Entry, Header, read_header
 
 FLOATING = ("BF16", "F16", "F32")
-_METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LONGEST_NAME = 1000  # characters; the rules make lists of its parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """config / nested: config.json and hf_quant_config.json (None where absent). tensors: name -> (file, entry).
-    metadata: weight file -> its own.
+    """One folder.
 
-    unreadable: weight file -> why. duplicates: tensors found in two files. faults: (file, what readers of its JSON differ
-    in).
+    config: config.json.
+    nested: hf_quant_config.json, None where absent.
+    index: of the weight files, None where absent.
+    headers: of the weight files that can be read.
+    unreadable: the other weight files -> why.
+    faults: (file, what readers of its JSON differ in).
     """
 
     path: Path
     config: dict[str, Any]
     nested: dict[str, Any] | None
     index: dict[str, Any] | None
-    files: tuple[str, ...]
-    tensors: dict[str, tuple[str, Entry]]
-    metadata: dict[str, dict[str, str]]
+    headers: dict[str, Header]
     unreadable: dict[str, str]
-    duplicates: tuple[str, ...]
     faults: tuple[tuple[str, str], ...]
 
     @property
-    def quantization(self) -> dict[str, Any] | None:
-        """`quantization_config` of config.json, None where it is absent or no object."""
-        outer = self.config.get("quantization_config")
-        return outer if isinstance(outer, dict) else None
-
-    @property
-    def nested_quantization(self) -> dict[str, Any]:
-        """`quantization` of hf_quant_config.json, empty where absent."""
-        return mapping((self.nested or {}).get("quantization"))
-
-    @property
-    def not_computed(self) -> list[str]:
-        """Keys of the metadata that ask for more than this tool computes (qad.model.announced)."""
-        return not_computed(self.quantization, self.nested_quantization)
+    def files(self) -> tuple[str, ...]:
+        """Every weight file."""
+        return tuple(sorted((*self.headers, *self.unreadable)))
 
     @functools.cached_property
-    def targets(self) -> list[str]:
-        """compressed-tensors: what the config groups quantize, module types, names and `re:` patterns. Without the endless."""
-        return [target for target in self._targets if target not in self.endless]
+    def tensors(self) -> dict[str, tuple[str, Entry]]:
+        """Name -> (file, entry)."""
+        return {name: (file, entry) for file, header in self.headers.items() for name, entry in header.tensors.items()}
 
     @property
-    def _targets(self) -> list[str]:
-        return [target for group in self._groups for target in names(group.get("targets"))]
+    def duplicates(self) -> list[str]:
+        """Tensors found in two files."""
+        counts = collections.Counter(name for header in self.headers.values() for name in header.tensors)
+        return [name for name, count in counts.items() if count > 1]
 
     @functools.cached_property
-    def endless(self) -> frozenset[str]:
-        """Entries of exclude list and targets that cannot be held against the names here: they count as if they were absent."""
+    def announced(self) -> Announced:
+        """What the metadata say, without what cannot be held against the names here."""
+        said = Announced(self.config, self.nested, self.layout)
         built = self.skeleton.linears if self.skeleton else ()
-        return frozenset(
-            endless((*self._excluded, *self._targets), names_asked({*self.leaves, *built, self.head}, self.family))
-        )
+        asked = names_asked({*self.leaves, *built, self.head}, self.family)
+        return dataclasses.replace(said, endless=frozenset(endless((*said.excluded, *said.targets), asked)))
 
     @functools.cached_property
     def layout(self) -> Layout:
         """Which quant_method says; where it says nothing known, the one whose names the tensors have."""
-        method = (self.quantization or {}).get("quant_method")
-        if isinstance(method, str) and method in _METHODS:
-            return _METHODS[method]
         own = {f".{COMPRESSED_TENSORS.leaf(format, CODES)}" for format in FORMATS} - {".weight"}
-        return COMPRESSED_TENSORS if any(name.endswith(tuple(own)) for name in self.tensors) else MODELOPT
+        stored = COMPRESSED_TENSORS if any(name.endswith(tuple(own)) for name in self.tensors) else MODELOPT
+        return announced_layout(self.config) or stored
 
     @functools.cached_property
     def algorithm(self) -> str | None:
-        """One of qad.numerics.formats, MIXED_PRECISION, or what else the metadata names; None where they name nothing."""
-        if self.layout is COMPRESSED_TENSORS:
-            return self._compressed_tensors_algorithm()
-        for place in (self.quantization or {}, self.nested_quantization):
-            found = announced_algorithm(place)
-            if found:
-                return found
-        return None
-
-    def _compressed_tensors_algorithm(self) -> str:
-        groups = self._groups
-        places = (self.quantization or {}, *groups)
-        formats = {str(place["format"]) for place in places if place.get("format")}
-        if any(map(per_token, groups)) and not self._stores_input_scales:
-            return f"{', '.join(sorted(formats))} with inputs scaled token by token"
-        foreign = formats - format_names()
-        if (foreign or self._says_channels) and self._holds_other_formats:
-            return ", ".join(sorted(formats))
-        if groups:
-            return algorithm_of(_group_format(group) for group in groups)
-        return (
-            algorithm_of(self.stored_format(module) for module in self.packed) if self.packed else next(iter(FORMATS))
-        )
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [mapping(group) for group in mapping((self.quantization or {}).get("config_groups")).values()]
+        """The announced one; of a compressed-tensors folder that announces none that of its tensors. None where there is none."""
+        said = self.announced
+        if said.scales_per_token and not self._stores_input_scales:
+            return f"{', '.join(sorted(said.formats))} with inputs scaled token by token"
+        if said.names_other_formats and self._holds_other_formats:
+            return ", ".join(sorted(said.formats))
+        if said.algorithm or self.layout is not COMPRESSED_TENSORS:
+            return said.algorithm
+        return algorithm_of(map(self.stored_format, self.packed)) if self.packed else next(iter(FORMATS))
 
     @property
     def _stores_input_scales(self) -> bool:
@@ -158,33 +127,11 @@ class Folder:
                 return True
         return False
 
-    @property
-    def _says_channels(self) -> bool:
-        """A config group whose 8-bit weights have a scale per row or block."""
-        kinds = [mapping(group.get("weights")) for group in self._groups]
-        return any(
-            numbers.get("num_bits") == 8 and numbers.get("strategy") in ("channel", "block") for numbers in kinds
-        )
-
-    @functools.cached_property
-    def listed(self) -> dict[str, str]:
-        """Names, regular expressions and module types of a mixed folder -> the format that the metadata give them."""
-        outer = self.quantization or {}
-        if self.layout is COMPRESSED_TENSORS:
-            targets = {t: _group_format(group) for group in self._groups for t in names(group.get("targets"))}
-            return {target: format for target, format in targets.items() if target not in self.endless}
-        listed = outer.get("quantized_layers") or self.nested_quantization.get("quantized_layers")
-        return {name: str(mapping(layer).get("quant_algo")) for name, layer in mapping(listed).items()}
-
     def announced_format(self, module: str) -> str | None:
         """What the metadata say the module's format is, whether or not it is excluded; None where they do not say."""
         if self.algorithm != MIXED:
             return self.algorithm
-        found = self.listed.get(module)
-        if found or self.layout is not COMPRESSED_TENSORS:
-            return found
-        by_target = (format for target, format in self.listed.items() if equal_or_regex(module, target))
-        return next(by_target, self.listed.get("Linear"))
+        return self.announced.listed_format(module)
 
     def stored_format(self, module: str) -> str:
         """The format whose tensors a module has, whatever the metadata say; the first one where its codes are nobody's."""
@@ -233,27 +180,6 @@ class Folder:
                 if block and scale is not None and scale.dtype == block.dtype:
                     return True
         return False
-
-    @functools.cached_property
-    def excluded(self) -> list[str]:
-        """The authoritative exclude list: config.json's, else the nested one. Without the endless."""
-        return [pattern for pattern in self._excluded if pattern not in self.endless]
-
-    @property
-    def _excluded(self) -> list[str]:
-        for place, key in ((self.quantization or {}, "ignore"), (self.nested_quantization, "exclude_modules")):
-            if isinstance(place.get(key), list):
-                return names(place[key])
-        return []
-
-    @property
-    def kv_cache(self) -> str | None:
-        """The KV cache algorithm that is announced: FP8, or what else the metadata says; None where there is none."""
-        scheme = (self.quantization or {}).get("kv_cache_scheme")
-        algorithm = self.nested_quantization.get("kv_cache_quant_algo") or scheme
-        if not algorithm or isinstance(algorithm, str):
-            return algorithm or None
-        return {8: "FP8", 4: "NVFP4"}.get(mapping(algorithm).get("num_bits", 0), str(algorithm))
 
     @property
     def casts_kv_cache(self) -> bool:
@@ -413,61 +339,38 @@ def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:
     not quantized."""
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder: give the checkpoint folder that holds config.json")
-    config = read_json(path / "config.json")
+    config = read_json(path / CONFIG)
     if config is None:
         arm = " (of an arm, which `qad export` makes)" if (path / "arm.json").is_file() else ""
         raise UsageError(f"{path} has no readable config.json: give a Hugging Face checkpoint folder{arm}")
-    files = tuple(sorted(p.name for p in path.glob("*.safetensors") if p.name not in skip))
-    tensors: dict[str, tuple[str, Entry]] = {}
+    headers: dict[str, Header] = {}
     unreadable: dict[str, str] = {}
-    metadata: dict[str, dict[str, str]] = {}
-    duplicates: list[str] = []
-    faults = [(name, fault) for name in ("config.json", NESTED, INDEX) for fault in json_faults(path / name)]
-    for name in files:
+    for file in sorted(file for file in path.glob("*.safetensors") if file.name not in skip):
         try:
-            header = read_header(path / name)
-            longest = max(map(len, header.tensors), default=0)
-            if longest > _LONGEST_NAME:
-                raise ValueError(f"a tensor's name has {longest:,} characters")
+            headers[file.name] = _header(file)
         except (OSError, ValueError) as error:
-            unreadable[name] = str(error)
-            continue
-        duplicates += [key for key in header.tensors if key in tensors]
-        tensors |= {key: (name, entry) for key, entry in header.tensors.items()}
-        metadata[name] = header.metadata
-    folder = Folder(
-        path,
-        config,
-        read_json(path / NESTED),
-        read_json(path / INDEX),
-        files,
-        tensors,
-        metadata,
-        unreadable,
-        tuple(duplicates),
-        tuple(faults),
-    )
+            unreadable[file.name] = str(error)
+    faults = tuple((name, fault) for name in (CONFIG, NESTED, INDEX) for fault in json_faults(path / name))
+    folder = Folder(path, config, read_json(path / NESTED), read_json(path / INDEX), headers, unreadable, faults)
     if not config.get("quantization_config") and folder.nested is None and not folder.packed:
         raise UsageError(f"{path} is not quantized: give an NVFP4 checkpoint (make one with `qad run`)")
-    method = (folder.quantization or {}).get("quant_method")
-    if method and not (isinstance(method, str) and method in _METHODS) and not folder.holds_blocks:
+    method = mapping(config.get("quantization_config")).get("quant_method")
+    if method and announced_layout(config) is None and not folder.holds_blocks:
         raise UsageError(f"{path} is quantized by {method!r}: `qad check` knows {' and '.join(LAYOUTS)}")
     return folder
+
+
+def _header(file: Path) -> Header:
+    header = read_header(file)
+    longest = max(map(len, header.tensors), default=0)
+    if longest > _LONGEST_NAME:
+        raise ValueError(f"a tensor's name has {longest:,} characters")
+    return header
 
 
 def _codes() -> set[str]:
     """Last parts of the names of codes that are not called a weight."""
     return {layout.leaf(format, CODES) for layout in LAYOUTS.values() for format in FORMATS} - {"weight"}
-
-
-def _group_format(group: dict[str, Any]) -> str:
-    """Of a config group of compressed-tensors: by its own format, else by the bits of its weights."""
-    bits, own = mapping(group.get("weights")).get("num_bits"), group.get("format")
-    records = list(FORMATS.values())
-    found = [record for record in records if COMPRESSED_TENSORS.of(record.name).algorithm == own]
-    found = found or [record for record in records if record.bits == bits]
-    found = found or [record for record in records if record.stores_alike(records[0])]
-    return with_inputs(found, bool(group.get("input_activations"))).name
 
 
 def _looks_like_embedding(module: str) -> bool:

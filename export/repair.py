@@ -199,10 +199,10 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     layers = _formats(folder, layout)
     if layers is None:
         return folder.config, folder.nested  # a calibration is missing
-    kv_cache = "FP8" if folder.kv_cache == "FP8" else None
+    kv_cache = "FP8" if folder.announced.kv_cache == "FP8" else None
     scheme = Scheme(algorithm_of(layers.values()), excluded_names(folder), kv_cache, layers)
     outer, nested = quantization_blocks(layout, scheme)
-    before = folder.quantization or {}
+    before = folder.announced.outer or {}
     kept = {
         key: value for key, value in before.items() if key not in ("kv_cache_scheme", "group_size", "quantized_layers")
     }
@@ -210,7 +210,7 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     done += _differences("quantization_config", before, merged)
     if nested is not None:
         old = folder.nested or {}
-        done += _differences(NESTED, folder.nested_quantization, nested["quantization"])
+        done += _differences(NESTED, folder.announced.inner, nested["quantization"])
         nested = {**nested, **{key: value for key, value in old.items() if key != "quantization"}}
     elif folder.nested is not None:
         done.append(f"left out {NESTED}, which belongs to another layout")
@@ -273,7 +273,7 @@ def _rewrite(plan: _Plan, file: str, names: list[str], partial: Path) -> None:
     make = plan.block_scales
     tensors = ((name, make[name]() if name in make else plan.folder.get(name)) for name in names)
     entries = [plan.folder.tensors[name][1] for name in names]
-    write_file(partial / file, entries, tensors, metadata=plan.folder.metadata[file])
+    write_file(partial / file, entries, tensors, metadata=plan.folder.headers[file].metadata)
 
 
 # --- from the arm ---

@@ -32,9 +32,9 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
     """Every unquantized Linear is excluded under the rules of every engine that reads the layout, every packed one under
     none."""
     known = _known_modules(folder)
-    for pattern in sorted(folder.endless):
+    for pattern in sorted(folder.announced.endless):
         yield error("E7", pattern, "takes without end to match: engines that match it hang", "list full module names")
-    for pattern in folder.excluded:
+    for pattern in folder.announced.excluded:
         if pattern != pattern.strip(".") or not pattern:
             yield error("E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
                         "use the full module name")  # fmt: skip
@@ -87,7 +87,12 @@ def _known_modules(folder: Folder) -> set[str]:
 
 def _readers(folder: Folder, everything: set[str]) -> Readers:
     """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
-    patterns, targets, own, family = folder.excluded, folder.targets, folder.format_of, folder.family
+    patterns, targets, own, family = (
+        folder.announced.excluded,
+        folder.announced.targets,
+        folder.format_of,
+        folder.family,
+    )
     if folder.layout is COMPRESSED_TENSORS:
         return [
             (
@@ -99,7 +104,7 @@ def _readers(folder: Folder, everything: set[str]) -> Readers:
             ("all", lambda m: own(m) if compressed_tensors_quantizes(m, targets, patterns) else None),
         ]
     if folder.algorithm == MIXED:
-        layers, trtllm = folder.listed, TrtllmFormats(folder.listed, everything, family)
+        layers, trtllm = folder.announced.listed, TrtllmFormats(folder.announced.listed, everything, family)
         return [
             ("vllm", lambda m: vllm_format(m, layers, patterns, everything, family)),
             ("trtllm", lambda m: None if trtllm_excludes(m, patterns, family) else trtllm.of(m)),
@@ -112,7 +117,7 @@ def _readers(folder: Folder, everything: set[str]) -> Readers:
 
 def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
     """No scale tensors on excluded modules; a tied head has none and no packed weight."""
-    excluded, scales, codes = set(folder.excluded), scale_leaves(), code_dtypes()
+    excluded, scales, codes = set(folder.announced.excluded), scale_leaves(), code_dtypes()
     for name in folder.tensors:
         module, _, leaf = name.rpartition(".")
         if leaf in scales and module in excluded:
@@ -137,7 +142,7 @@ def _differs_from_the_embedding(folder: Folder) -> bool:
 
 def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     """k_scale and v_scale come in pairs, are positive scalars, and exist exactly where a KV algorithm is announced."""
-    announced = folder.kv_cache
+    announced = folder.announced.kv_cache
     scales = [name for name in folder.tensors if name.endswith((".k_scale", ".v_scale"))]
     if scales and not announced:
         yield error("E10", scales[0].rpartition(".")[0], "has KV scales but no KV cache algorithm is announced",

@@ -29,7 +29,7 @@ def checked() -> tuple[str, ...]:
 
 def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     """Both config places are present, well-formed and say the same; the nested one has the keys vLLM indexes."""
-    outer, nested = folder.quantization, folder.nested_quantization
+    outer, nested = folder.announced.outer, folder.announced.inner
     yield from _method(folder)
     if folder.layout is COMPRESSED_TENSORS:
         if folder.algorithm in checked():
@@ -76,9 +76,9 @@ def _plain_weight(folder: Folder, name: str, dtype: str) -> bool:
 
 def _method(folder: Folder) -> Iterator[Finding]:
     """quant_method is the one that reads the tensors' names."""
-    if folder.quantization is None:
+    if folder.announced.outer is None:
         return
-    method, packed = folder.quantization.get("quant_method"), folder.packed
+    method, packed = folder.announced.outer.get("quant_method"), folder.packed
     global_scales = {layout: {layout.leaf(f, GLOBAL_SCALE) for f in FORMATS} for layout in LAYOUTS.values()}
     shared = set.intersection(*global_scales.values())
     named = [
@@ -109,8 +109,8 @@ def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     if folder.algorithm == MIXED:
         yield from _layers("config.json", outer)
         yield from _targets(folder, mapping(groups))
-    untargeted = [m for m in folder.packed if not compressed_tensors_quantizes(m, folder.targets, [])]
-    if untargeted and folder.targets:
+    untargeted = [m for m in folder.packed if not compressed_tensors_quantizes(m, folder.announced.targets, [])]
+    if untargeted and folder.announced.targets:
         yield error("E1", "config.json", f"no target of the config groups is or names {untargeted[0]}, which is packed "
                     f"({len(untargeted)} modules)", 'set targets to ["Linear"]')  # fmt: skip
 
@@ -226,7 +226,7 @@ def _same_layers(outer: dict[str, Any], nested: dict[str, Any]) -> Iterator[Find
 
 def e2_not_computed(folder: Folder) -> Iterator[Finding]:
     """Every key is one whose meaning is known here; an engine may compute more for another one."""
-    unknown = folder.not_computed
+    unknown = folder.announced.not_computed
     if unknown:
         yield warning("E2", "config.json", f"asks for {', '.join(unknown[:4])}, which this checker does not know: not checked, "
                       "and the tensors alone are not the model", "check it with the tool that made it")  # fmt: skip
@@ -234,13 +234,13 @@ def e2_not_computed(folder: Folder) -> Iterator[Finding]:
 
 def e2_algorithm(folder: Folder) -> Iterator[Finding]:
     """The algorithm is one this checker knows; others are unsupported here, not broken."""
-    said = str((folder.quantization or {}).get("quant_algo"))
+    said = str((folder.announced.outer or {}).get("quant_algo"))
     if folder.algorithm is None:
         yield error("E2", "config.json", "names no quant_algo", f"set it to {_named()}, as the tensors are")
     elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_blocks:
         yield error("E2", "config.json", f"quant_algo is {folder.algorithm}, but modules are packed in blocks: the engine reads "
                     "codes as FP8 weights", f"set it to {_named(blocks=True)}, as the tensors are")  # fmt: skip
-    elif folder.algorithm == MIXED and folder.layout is MODELOPT and not folder.listed:
+    elif folder.algorithm == MIXED and folder.layout is MODELOPT and not folder.announced.listed:
         yield error("E2", "config.json", "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every "
                     "layer unquantized", f"list them, or set {_named(blocks=True)}, as the tensors are")  # fmt: skip
     elif _unknown_algorithms(folder):
@@ -276,5 +276,5 @@ def _unknown_algorithms(folder: Folder) -> list[tuple[str, str]]:
 def _listed(folder: Folder) -> list[tuple[str, str]]:
     if folder.algorithm != MIXED or folder.layout is not MODELOPT:
         return []
-    layers = mapping((folder.quantization or {}).get("quantized_layers"))
+    layers = mapping((folder.announced.outer or {}).get("quantized_layers"))
     return [(module, str(mapping(layer).get("quant_algo"))) for module, layer in layers.items()]
