@@ -6,7 +6,6 @@ what that costs: one ulp, once), KV scales and metadata change names, everything
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,10 +26,11 @@ from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.model.beside import beside
 from qad.place import require_apart
 from qad.untrusted.safetensors_header import Entry
 
-_REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
+REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
 _KV = ("k_scale", "v_scale")
 
 
@@ -62,7 +62,7 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
             weight_map = {renamed(opened, target, name): file for name, (file, _) in opened.tensors.items()}
             write_index(partial, weight_map, total)
         write_config_files(partial, opened.config, target, scheme)
-        copy_other_files(opened, partial)
+        beside(folder, REWRITTEN).copy(partial)
         card = partial / "README.md"
         if card.is_file():
             card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target), encoding="utf-8")
@@ -124,17 +124,6 @@ def renamed(folder: Folder, target: Layout, name: str) -> str:
         if name == folder.layout.kv_scale(attention, leaf[0]):
             return target.kv_scale(attention, leaf[0])
     return name
-
-
-def copy_other_files(folder: Folder, out: Path) -> None:
-    """Everything but weights and what is written anew, with its subfolders; not what download tools keep for themselves."""
-    for path in sorted(folder.path.rglob("*")):
-        relative = path.relative_to(folder.path)
-        hidden = relative.parts[0] in (".git", ".cache")
-        own = len(relative.parts) == 1 and (relative.name in _REWRITTEN or relative.suffix == ".safetensors")
-        if path.is_file() and not hidden and not own:
-            (out / relative).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, out / relative)
 
 
 def folder_digest(folder: Path) -> str:

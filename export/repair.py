@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from export.check import check
-from export.convert import copy_other_files, excluded_names, folder_digest, in_model_order, require_computed
+from export.convert import REWRITTEN, excluded_names, folder_digest, in_model_order, require_computed
 from export.files.json_files import read_json
 from export.files.safetensors_writer import write_file
 from export.folder import Folder, open_folder
@@ -32,6 +32,7 @@ from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
+from qad.model.beside import beside
 from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, algorithm_of
 from qad.place import require_apart
 from qad.untrusted import mapping
@@ -261,7 +262,7 @@ def _write(plan: _Plan, partial: Path) -> None:
     write_json(partial / CONFIG, plan.config)
     if plan.nested is not None:
         write_json(partial / NESTED, plan.nested)
-    copy_other_files(folder, partial)
+    beside(folder.path, REWRITTEN).copy(partial)
     errors = _errors(partial)
     if folder.casts_kv_cache:  # the manifest, which says so, is written last
         errors = [finding for finding in errors if (finding.rule, finding.module) != ("E10", CONFIG)]

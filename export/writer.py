@@ -13,29 +13,25 @@ from export.card import git_attributes, model_card
 from export.check import check
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
-from export.layouts.config_files import in_bfloat16, write_config_files, write_index
+from export.layouts.config_files import CONFIG, NESTED, in_bfloat16, write_config_files, write_index
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import scheme_of
 from export.store import Unit, units
 from qad.arms.arm import Arm, open_arm
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of_arm
-from qad.artifact import Artifact, open_artifact, run_stage
+from qad.artifact import MANIFEST, STAGE_FILE, Artifact, digest_of, open_artifact, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, SourceError, StorageError, UsageError
+from qad.model.beside import Beside, beside
 from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
 from qad.place import require_apart
 
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000
-# Copied as they are: tokenizer, templates, generation settings, licence, code that auto_map names. Never weights.
-_COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.tiktoken",
-           "*.model", "chat_template.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-           "video_preprocessor_config.json", "LICEN[SC]E*", "Licen[sc]e*", "licen[sc]e*", "COPYING*",
-           "NOTICE*", "Notice*", "USE_POLICY*", "*.py",
-           "additional_chat_templates/*")  # fmt: skip
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-_SPARE = 64_000_000  # bytes beside the weights: tokenizer, metadata
+# Made anew, whatever the source has under that name.
+_WRITTEN = (CONFIG, NESTED, "README.md", ".gitattributes", MANIFEST, STAGE_FILE)
+_SPARE = 16_000_000  # bytes of metadata and card
 _COMPILE_FROM = 1 << 30  # weights; a compiler that starts cold costs more than it saves below
 
 
@@ -66,16 +62,18 @@ def export_arm(
     ):  # nothing else of the folder tells scales that are lost from scales that were never made
         config["kv_cache"] = CAST
     finished = open_artifact(arm)
-    inputs = {"arm": finished.digest}
+    own = beside(opened.source.folder, _WRITTEN)
+    hashes = {path.as_posix(): sha256_file(own.folder / path) for path in own.files}
+    inputs = {"arm": finished.digest, "beside": digest_of(hashes)}
 
     def work(folder: Path) -> dict[str, str]:
         files = WholeFiles(folder, shards)
-        require_room(folder, _bytes(shards) - files.bytes)
-        _metadata(opened, folder, shards, LAYOUTS[layout])
+        require_room(folder, _bytes(shards) - files.bytes + sum(own.sizes.values()))
+        _metadata(opened, own, folder, shards, LAYOUTS[layout])
         _weights(opened, files, shards)
-        hashes = files.finish()
+        written = files.finish()
         _require_sound(folder)
-        return hashes
+        return written
 
     origin = origin_of_arm(finished)
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
@@ -136,7 +134,8 @@ def _tensors(shard: list[Unit]) -> Iterator[tuple[str, Tensor]]:
             del tensor  # a group is gone before the next one is read
 
 
-def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Layout) -> None:
+def _metadata(arm: Arm, own: Beside, folder: Path, shards: dict[str, list[Unit]], layout: Layout) -> None:
+    """own: what lies beside the source's weights."""
     assert arm.selection is not None
     entries = {entry: file for file, shard in shards.items() for unit in shard for entry in unit.entries}
     if len(shards) > 1:
@@ -145,20 +144,9 @@ def _metadata(arm: Arm, folder: Path, shards: dict[str, list[Unit]], layout: Lay
         )
     scheme = scheme_of(arm.selection, entries, arm.kv_cache)
     write_config_files(folder, in_bfloat16(arm.config), layout, scheme)
-    own_files = _own_files(arm.source.folder)
-    for path in own_files:
-        target = folder / path.relative_to(arm.source.folder)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
-    sizes = {path.relative_to(arm.source.folder).as_posix(): path.stat().st_size for path in own_files}
+    own.copy(folder)
     (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")
-    (folder / ".gitattributes").write_text(git_attributes(sizes), encoding="utf-8")
-
-
-def _own_files(source: Path) -> list[Path]:
-    """The source's files that go along, without weights."""
-    found = {path for pattern in _COPIED for path in source.glob(pattern)}
-    return sorted(path for path in found if path.is_file() and path.suffix not in _WEIGHTS)
+    (folder / ".gitattributes").write_text(git_attributes(own.sizes), encoding="utf-8")
 
 
 def require_room(folder: Path, weights: int) -> None:

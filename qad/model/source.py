@@ -19,15 +19,16 @@ from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
 from qad.errors import SourceError
+from qad.model.beside import WEIGHTS
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
 from qad.untrusted import json_with_faults, regular_bytes
 from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
 
-_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "README.md", "LICEN[SC]E*",
-             "Licen[sc]e*", "licen[sc]e*", "COPYING*", "NOTICE*", "Notice*", "USE_POLICY*",
-             "additional_chat_templates/*"]  # fmt: skip
+# Of a hub repository: everything but weights in other forms, which lie in folders or have other names.
+_NOT_DOWNLOADED = [*(f"*{suffix}" for suffix in WEIGHTS if suffix != ".safetensors"), "*.bin.index.json", "original/*", "onnx/*",
+                   "consolidated*.safetensors", "*/*.safetensors"]  # fmt: skip
 DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
 _SCALES = (
     "weight_scale_inv",
@@ -195,7 +196,7 @@ def _resolve(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_DOWNLOAD))
+        return Path(snapshot_download(model, ignore_patterns=_NOT_DOWNLOADED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(
