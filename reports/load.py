@@ -6,7 +6,6 @@ Nothing here raises for a missing or damaged part: a report says "not measured" 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from harness.records import record as records
 from harness.records.record import ARMS, Record
-from qad.untrusted import mapping
+from qad.untrusted import mapping, strict_json, text_lines
 from qad.untrusted.yaml_text import strict_yaml
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")
@@ -26,8 +25,8 @@ MANIFEST = "qad_manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of metrics.jsonl. kl, val_kl, val_cross_entropy (which picks the checkpoint of QAT): nats per token; None where
-    the line has none."""
+    """One line of metrics.jsonl; None where the line has none. kl, val_kl, val_cross_entropy (which picks the checkpoint of QAT):
+    nats per token. saturated_weight_share, saturated_input_share: of blocks of 16 above their scales, at a validation."""
 
     step: int
     tokens: int
@@ -36,6 +35,8 @@ class Step:
     tokens_per_s: float | None
     val_kl: float | None
     val_cross_entropy: float | None = None
+    saturated_weight_share: float | None = None
+    saturated_input_share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +161,13 @@ def _read_steps(path: Path) -> tuple[list[Step], int]:
     line counts."""
     found: dict[int, Step] = {}
     broken = 0
-    for line in _text(path).splitlines():
+    try:
+        lines = [line for _, line in text_lines(path)]
+    except OSError:
+        lines = []
+    for line in lines:
         try:
-            raw = json.loads(line)
+            raw = strict_json(line, nan_is_null=True)
             step = Step(int(raw["step"]), int(raw["tokens"]), *(_number(raw.get(k)) for k in _CURVES))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             broken += 1
@@ -171,7 +176,7 @@ def _read_steps(path: Path) -> tuple[list[Step], int]:
     return [found[step] for step in sorted(found)], broken
 
 
-_CURVES = ("kl", "lr", "tokens_per_s", "val_kl", "val_cross_entropy")
+_CURVES = ("kl", "lr", "tokens_per_s", "val_kl", "val_cross_entropy", "saturated_weight_share", "saturated_input_share")
 
 
 def _number(value: Any) -> float | None:
@@ -209,7 +214,7 @@ def _counts(value: Any) -> dict[str, int]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return mapping(json.loads(_text(path)))
+        return mapping(strict_json(_text(path)))
     except ValueError:
         return {}
 
@@ -218,7 +223,7 @@ def _manifests(run: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted({*run.glob(f"*/{MANIFEST}"), *run.glob(f"*/*/{MANIFEST}")}):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = strict_json(path.read_bytes())
         except (ValueError, OSError):
             continue
         if isinstance(raw, dict):

@@ -45,6 +45,8 @@ _NUMBERS: dict[str, dict[str, type]] = {
         "tokens_per_s": float,
         "val_kl": float,
         "val_cross_entropy": float,
+        "saturated_weight_share": float,
+        "saturated_input_share": float,
     },
 }
 _TEXTS: dict[str, list[str]] = {

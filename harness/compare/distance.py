@@ -106,6 +106,7 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
         by_domain=_strata(data.by_domain, cluster),
         by_layer={layer.name: layer.error for layer in data.by_layer or ()},
         bound=data.bound or "",
+        saturated_inputs=data.saturated_inputs,
         **_continuations(data.continuations or []),
     )
 

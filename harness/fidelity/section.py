@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,17 @@ def measure_distances(
     from harness.fidelity.continuations import measure_continuations
     from harness.fidelity.distance import measure_fidelity
     from harness.fidelity.layers import measure_layers
+    from qad.numerics.input_saturation import InputSaturation
 
-    measured = measure_fidelity(
-        students, teacher, text.pairs, section.data.name, progress, teacher_name=teacher_name, domains=text.domains
-    )
+    inputs = {name: InputSaturation() for name in students}
+    with contextlib.ExitStack() as watched:
+        for name, student in students.items():
+            watched.enter_context(inputs[name].watching(student.modules()))
+        measured = measure_fidelity(
+            students, teacher, text.pairs, section.data.name, progress, teacher_name=teacher_name, domains=text.domains
+        )
+    for name, counted in inputs.items():
+        measured[name] = dataclasses.replace(measured[name], saturated_inputs=counted.share)
     if not students:
         return measured
     if section.per_layer:

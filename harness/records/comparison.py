@@ -91,6 +91,7 @@ class FidelityRow:
     by_position, by_entropy, by_domain: KL per token of a stratum. by_layer: relative error of the hidden states. equal_tokens:
     tokens before greedy decoding first differs, up to those asked for; diverged: share of the prompts on which it does.
     written_ratio: perplexity of what the teacher wrote, relative to its own. bound: what kl is a bound of; "": exact.
+    saturated_inputs: share of blocks of inputs above what was calibrated; None: not counted.
     """
 
     kl: Estimate
@@ -108,6 +109,7 @@ class FidelityRow:
     diverged: Estimate | None = None
     written_ratio: Estimate | None = None
     bound: str = ""
+    saturated_inputs: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

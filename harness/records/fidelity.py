@@ -63,6 +63,8 @@ class FidelityData:
 
     by_position, by_entropy (deciles of the teacher's entropy), by_domain (sources of the text): strata of the tokens.
     bound: what the KL is a bound of, where it is none of the full vocabulary; None: exact.
+    saturated_inputs: share of blocks of 16 inputs that lay above what was calibrated, over all quantized Linears; None: none
+    quantizes its input, or nobody counted.
     """
 
     KIND: ClassVar[str] = "fidelity"
@@ -76,3 +78,4 @@ class FidelityData:
     by_layer: list[LayerDistance] | None = dataclasses.field(default=None, metadata=LATER)
     continuations: list[Continuation] | None = dataclasses.field(default=None, metadata=LATER)
     bound: str | None = dataclasses.field(default=None, metadata=LATER)
+    saturated_inputs: float | None = dataclasses.field(default=None, metadata=LATER)

@@ -10,6 +10,7 @@ from reports.load import Step
 from reports.numbers import gigabytes, people_list, percent, percent_interval, plural, significant
 from reports.parts import Banner
 
+SATURATED = 0.01  # share of blocks, above which it is said
 CUT_OFF = 0.01  # share of answers, above which it is said
 LOW_RECOVERY = 0.95  # a benchmark below it gets a warning, however good the median is
 BASELINE, PTQ, QAD = ARMS
@@ -100,7 +101,7 @@ def verdict_banner(verdict: Verdict | None) -> Banner | None:
 def banners(comparison: Comparison, records: list[Record], steps: list[Step]) -> list[Banner]:
     """Warnings first."""
     found = [*_collapsed(comparison), *_training(comparison, steps), *_reference(records), *_emulated(records)]
-    found += [*_doubtful(comparison), *_cut_off(comparison), *_smoke(comparison)]
+    found += [*_saturated(comparison, steps), *_doubtful(comparison), *_cut_off(comparison), *_smoke(comparison)]
     return sorted(found, key=lambda banner: banner.level != "warning")
 
 
@@ -110,6 +111,18 @@ def _doubtful(comparison: Comparison) -> list[Banner]:
              for arm, why in row.doubt.items()]  # fmt: skip
     more = f"; {len(named) - 5} more" if len(named) > 5 else ""
     return [Banner("warning", "Not to be relied on", "; ".join(named[:5]) + more + ".")] if named else []
+
+
+def _saturated(comparison: Comparison, steps: list[Step]) -> list[Banner]:
+    """What lies above a scale is cut off to it, which no training sees coming."""
+    shares = {f"the inputs of {arm_name(arm)}": row.saturated_inputs for arm, row in comparison.fidelity.items()}
+    last = next((step for step in reversed(steps) if step.val_kl is not None), None)
+    if last is not None:
+        shares |= {"the inputs at the last validation": last.saturated_input_share,
+                   "the weights at the last validation": last.saturated_weight_share}  # fmt: skip
+    named = [f"{percent(share)} of {what}" for what, share in shares.items() if share is not None and share > SATURATED]
+    text = f"Above their scales, and cut off to them, are {people_list(named)} (blocks of 16). Calibrate on text like that which "
+    return [Banner("warning", "Saturated", f"{text}is measured, and on more of it.")] if named else []
 
 
 def _cut_off(comparison: Comparison) -> list[Banner]:

@@ -153,12 +153,18 @@ def fidelity_group(comparison: Comparison) -> Group:
         row("Perplexity", "of the test text, per token", lambda f: number_cell(f.perplexity), own=True),
         row("Perplexity ratio", "to the teacher's", lambda f: number_cell(f.perplexity_ratio, "×")),
     ]
+    if any(found.saturated_inputs is not None for found in comparison.fidelity.values()):
+        rows.append(row("Saturated inputs", "share of blocks of 16 above what was calibrated", _saturated_cell))
     return Group("Fidelity to the BF16 teacher", rows)
 
 
 def _kl_cell(row: FidelityRow) -> Cell:
     cell = number_cell(row.kl, "nats")
     return Cell(cell.text, cell.detail, ("lower bound",) if row.bound else ())
+
+
+def _saturated_cell(row: FidelityRow) -> Cell:
+    return NOT_AVAILABLE if row.saturated_inputs is None else Cell(percent(row.saturated_inputs))
 
 
 def memory_of(records: list[Record]) -> dict[str, MemoryData]:

@@ -1,0 +1,67 @@
+"""How much of what Linears are given lies above what was calibrated: blocks of 16 inputs with a larger magnitude, which
+saturate. Counted on the device, while somebody watches; a model's outputs are the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from qad.numerics.formats import FORMATS
+from qad.numerics.grouped import ExpertInputs
+from qad.numerics.linear import QuantizedLinear
+from qad.numerics.nvfp4 import BLOCK_SIZE, saturated_blocks
+
+TOLERATED = 0.01  # share of blocks, above which it is warned of
+
+
+class InputSaturation:
+    """Counts of the forward passes within the last `watching` block."""
+
+    def __init__(self) -> None:
+        self._saturated: dict[torch.device, Tensor] = {}
+        self._blocks = 0
+
+    @property
+    def share(self) -> float | None:
+        """Saturated blocks / all of them; None where no input was quantized."""
+        return sum(int(count) for count in self._saturated.values()) / self._blocks if self._blocks else None
+
+    @contextmanager
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Of QuantizedLinears and of layers of experts that quantize their inputs; other modules are passed over."""
+        self._saturated, self._blocks = {}, 0
+        handles, experts = [], []
+        for module in modules:
+            inputs = getattr(module, "inputs", None)
+            if isinstance(inputs, ExpertInputs):
+                experts.append(inputs)
+                inputs.watch = functools.partial(self._experts, inputs)
+            elif isinstance(module, QuantizedLinear) and module.input_scale is not None:
+                handles.append(module.register_forward_pre_hook(self._linear))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for inputs in experts:
+                inputs.watch = None
+
+    def _linear(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, QuantizedLinear)
+        assert module.input_scale is not None
+        self._add(args[0], module.input_scale, module.format)
+
+    def _experts(self, inputs: ExpertInputs, number: int, x: Tensor) -> None:
+        scale = inputs.first if number == 1 else inputs.second
+        if scale is not None:
+            self._add(x, scale, inputs.format)
+
+    def _add(self, x: Tensor, scale: Tensor, format: str) -> None:
+        count = saturated_blocks(x, scale, FORMATS[format].largest)
+        before = self._saturated.get(count.device)
+        self._saturated[count.device] = count if before is None else before + count
+        self._blocks += x.numel() // BLOCK_SIZE
