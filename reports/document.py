@@ -14,9 +14,20 @@ from reports.numbers import people_list
 from reports.parts import Block, Code, Document, Notes, Section, Text
 from reports.sections import capacity, checked, details, origin, seeds, serving, strata, tables
 from reports.sections import engine_parity as parity
-from reports.sections.outcome import QAD, arm_name, banners, outcome, verdict_banner
+from reports.sections.outcome import QAD, arm_name, banners, decision, outcome, tiles
 
 RECIPE_LIMIT = 100_000
+
+GLOSSARY = [
+    ("Arm", "One treatment of the model. BF16 is the original; PTQ was quantized without training; QAD was distilled from BF16 "
+     "with quantization in the loop; QAT was trained on text."),
+    ("Recovery", "What is left of BF16’s score: the arm’s score divided by BF16’s."),
+    ("KL divergence", "How far the arm’s next-token distribution is from BF16’s, in nats; 0 is equal."),
+    ("Policy", "The thresholds that the numbers are held against."),
+    ("95 % interval", "Where the true value lies, as far as these items tell. A threshold is held against all of it."),
+    ("Emulated", "NVFP4’s values computed without FP4 units: accuracy means what it says, speed does not."),
+    ("W4A4, W4A16", "Weights in 4 bits, inputs in 4 or in 16."),
+]  # fmt: skip
 
 METHOD = [
     (
@@ -69,7 +80,8 @@ METHOD = [
     (
         "Verdict",
         "A threshold holds where the worse limit of the 95 % interval meets it, fails where even the better limit does not, "
-        "and is inconclusive between, where there is no interval, or where the quantity was not measured.",
+        "and is inconclusive between, where there is no interval, or where the quantity was not measured. A policy of another "
+        "confidence has the intervals stretched. The probability that a limit holds is the normal one of the interval’s width.",
     ),
     (
         "Imported scores",
@@ -120,7 +132,7 @@ def document(
         Section(
             "summary",
             "Summary",
-            _kept(tables.summary(comparison, records), details.checks(verdict), figures.recovery(comparison)),
+            _kept(details.checks(verdict), tables.summary(comparison, records)),
         ),
         Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
@@ -130,14 +142,22 @@ def document(
         Section("parity", "Parity of an engine", _kept(parity.parity(records)) or [_nothing("Parity")]),
         Section("checked", "What each arm was checked with", _kept(checked.checked(run, comparison, records, others))),
         Section("missing", "What was not measured, and why", [Notes(missing)]),
-        Section("recipe", "Recipe and text", _recipe(run)),
-        Section("method", "Method", [Notes(METHOD)]),
-        Section("provenance", "Provenance", origin.provenance(records, others, run)),
+        Section("recipe", "Recipe and text", _recipe(run), folded=True),
+        Section(
+            "glossary",
+            "Words",
+            [Notes([word for word in GLOSSARY if word[0] != "Emulated" or comparison.emulated])],
+            folded=True,
+        ),
+        Section("method", "Method", [Notes(METHOD)], folded=True),
+        Section("provenance", "Provenance", origin.provenance(records, others, run), folded=True),
     ]
     return Document(
         title=people_list(models) if models else "No model",
         subtitle=f"NVFP4 recovery report: {arms}, measured {clean(span, 40)}",
-        verdict=verdict_banner(verdict),
+        decision=decision(verdict),
+        tiles=tiles(comparison, records),
+        plot=figures.recovery(comparison),
         outcome=outcome(comparison, records),
         banners=banners(comparison, records, run.steps),
         sections=sections,

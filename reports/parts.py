@@ -115,20 +115,48 @@ class Banner:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile:
+    """One figure of the first screen: the number, what it is, and its interval or what else has to be known."""
+
+    number: str
+    what: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The first screen's three lines. level: pass, fail or inconclusive."""
+
+    level: str
+    word: str
+    reason: str
+    next_action: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
+    """folded: shown when it is asked for, and in print."""
+
     anchor: str
     title: str
     blocks: list[Block]
+    folded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """title: the model's name. subtitle: what was measured when. verdict: the gate's, and why; outcome: sentences. Both
-    are on the first screen."""
+    """title: the model's name.
+
+    subtitle: what was measured when.
+    decision, tiles, plot: the first screen.
+    outcome: sentences.
+    """
 
     title: str
     subtitle: str
-    verdict: Banner | None
+    decision: Decision | None
+    tiles: list[Tile]
+    plot: Figure | None
     outcome: list[str]
     banners: list[Banner]
     sections: list[Section]

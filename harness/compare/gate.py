@@ -1,22 +1,29 @@
 """A comparison and a policy -> PASS, FAIL or INCONCLUSIVE, with one paragraph that says why.
 
-A threshold is held against the whole 95 % interval, unrounded: it holds where the worse limit does, is missed where even
-the better limit does, and is not decided between. What was not measured, or has no interval, decides nothing and is
-named. One missed threshold fails; else one undecided leaves the verdict open.
+A threshold is held against the whole interval, unrounded: it holds where the worse limit does, is missed where even the
+better limit does, and is not decided between. What was not measured, or has no interval, decides nothing and is named.
+One missed threshold fails; else one undecided leaves the verdict open.
+
+Intervals are at 95 %. A policy of another confidence has them stretched about the value, each side by the ratio of normal
+quantiles; so is the probability that a limit holds, which stands beside an open verdict: exact where the estimate is normal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import Any
 
 from harness.compare.policy import AtLeast, AtMost, Policy, SpeedUp
-from harness.records.comparison import BenchmarkRow, Comparison, Estimate, standing
+from harness.records.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow, standing
 from harness.records.record import ARMS, arm_label
 from harness.records.verdict import FAIL, INCONCLUSIVE, PASS, Check, Verdict
 from qad.errors import DataError
 
 BASELINE, PTQ, QAD = ARMS
+_Z = NormalDist().inv_cdf(0.975)  # of the 95 % intervals that a comparison holds
 Threshold = AtLeast | AtMost | SpeedUp
 Form = Callable[..., str]  # value, and the limit that it is to be told from -> text with unit
 
@@ -34,8 +41,10 @@ def judge(comparison: Comparison, policy: Policy, arm: str | None = None) -> Ver
             if chosen
             else "no arm besides bf16 was measured: there is nothing to judge"
         )
-    checks = {name: _checks(comparison, policy, name) for name in arms}
+    at = at_confidence(comparison, policy.confidence)
+    checks = {name: _checks(at, policy, name) for name in arms}
     outcomes = {name: _outcome(found) for name, found in checks.items()}
+    decisive = _decisive(checks[chosen], outcomes[chosen])
     return Verdict(
         outcome=outcomes[chosen],
         policy=policy.name,
@@ -43,8 +52,71 @@ def judge(comparison: Comparison, policy: Policy, arm: str | None = None) -> Ver
         arm=chosen,
         checks=checks[chosen],
         others={name: outcome for name, outcome in outcomes.items() if name != chosen},
-        paragraph=_paragraph(comparison, policy, chosen, checks[chosen], outcomes),
+        paragraph=_paragraph(at, policy, chosen, checks[chosen], outcomes),
+        reason=_reason(decisive),
+        next_action=_next_action(comparison, chosen, decisive, outcomes),
     )
+
+
+def at_confidence(comparison: Comparison, confidence: float) -> Comparison:
+    """The comparison with its intervals at another confidence than 95 %."""
+    if confidence == 0.95:
+        return comparison
+    stretch = NormalDist().inv_cdf((1 + confidence) / 2) / _Z
+
+    def at(found: Any) -> Any:
+        if isinstance(found, Estimate) and found.low is not None and found.high is not None:
+            low, high = (found.value + stretch * (end - found.value) for end in (found.low, found.high))
+            return dataclasses.replace(found, low=low, high=high)
+        if isinstance(found, dict):
+            return {name: at(value) for name, value in found.items()}
+        if isinstance(found, list | tuple):
+            return type(found)(at(value) for value in found)
+        if isinstance(found, BenchmarkRow | FidelityRow):
+            return dataclasses.replace(found, **{f.name: at(getattr(found, f.name)) for f in dataclasses.fields(found)})
+        return found
+
+    return dataclasses.replace(
+        comparison, **{f.name: at(getattr(comparison, f.name)) for f in dataclasses.fields(comparison)}
+    )
+
+
+def _decisive(checks: list[Check], outcome: str) -> Check:
+    """The check that a verdict hangs on: of those with its outcome the one least likely to hold."""
+    found = [check for check in checks if check.outcome == outcome]
+    return min(found, key=lambda check: -1.0 if check.probability is None else check.probability)
+
+
+def _reason(check: Check) -> str:
+    if check.outcome == PASS:
+        return f"every threshold holds; the nearest: {check.why}"
+    chance = (
+        ""
+        if check.probability is None
+        else f"; given these measurements it holds with a probability of {_chance(check.probability)}"
+    )
+    return check.why + (chance if check.outcome == INCONCLUSIVE else "")
+
+
+def _chance(probability: float) -> str:
+    return "under 1 %" if probability < 0.01 else "over 99 %" if probability > 0.99 else f"{100 * probability:.0f} %"
+
+
+def _next_action(comparison: Comparison, arm: str, check: Check, outcomes: dict[str, str]) -> str:
+    """One line for somebody who has to decide."""
+    if check.outcome == PASS:
+        return f"deploy {arm_label(arm)}"
+    better = next((name for name, outcome in outcomes.items() if outcome == PASS), None)
+    if better is not None:
+        return f"deploy {arm_label(better)}, which passes"
+    train = "train QAD" if arm == PTQ and QAD not in outcomes else "train longer, or on text nearer to what is served"
+    if check.outcome == FAIL:
+        return f"{train}; or give sensitive modules another format (quantize.formats)"
+    needed = [c.items_needed for c in comparison.contrasts if (c.arm, c.against) == (arm, BASELINE) and c.items_needed]
+    if check.value is None:
+        return f"measure it: {check.rule}"
+    more = f"measure {max(needed):,} items a benchmark" if needed and "recovery" in check.rule else "measure more"
+    return f"undecided: {more}, or {train}"
 
 
 def _outcome(checks: list[Check]) -> str:
@@ -75,7 +147,7 @@ def _doubts(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
 
 def _undecided(check: Check, doubts: list[str]) -> Check:
     why = doubts[0] + f"; so for {len(doubts) - 1} more" * (len(doubts) > 1)
-    return Check(check.threshold, check.rule, INCONCLUSIVE, check.value, check.low, check.high, why)
+    return dataclasses.replace(check, outcome=INCONCLUSIVE, why=why, probability=None)
 
 
 def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
@@ -167,14 +239,26 @@ def _check(threshold_name: str, name: str, threshold: Threshold, found: Estimate
         outcome = PASS if high <= limit else FAIL if low > limit else INCONCLUSIVE
     else:
         outcome = PASS if low >= limit else FAIL if high < limit else INCONCLUSIVE
+    probability = _holds(found, limit, isinstance(threshold, AtMost))
     relation = {PASS: "within", FAIL: "outside", INCONCLUSIVE: "on both sides of"}[outcome]
     bound = "at most" if isinstance(threshold, AtMost) else "at least"
     why = f"{name} is {_with_interval(found, form, limit)}, {relation} the limit of {bound} {form(limit)}"
-    return Check(threshold_name, rule, outcome, value, low, high, why)
+    return Check(threshold_name, rule, outcome, value, low, high, why, probability)
+
+
+def _holds(found: Estimate, limit: float, at_most: bool) -> float:
+    """Probability that a limit holds: normal, with the width of the interval on the limit's side."""
+    assert found.low is not None
+    assert found.high is not None
+    error = (found.value - found.low if limit < found.value else found.high - found.value) / _Z
+    if error <= 0:
+        return float(found.value <= limit if at_most else found.value >= limit)
+    below = NormalDist(found.value, error).cdf(limit)
+    return below if at_most else 1 - below
 
 
 def _with_why(check: Check, why: str) -> Check:
-    return Check(check.threshold, check.rule, check.outcome, check.value, check.low, check.high, why)
+    return dataclasses.replace(check, why=why)
 
 
 # --- words ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
     memory_ratio:    {at_most: 0.4}        # bytes on disk / BF16's
     speed_up:        {at_least: 1.5, phase: decode}
     failure_share:   {at_most: 0.01}       # failed / sent requests
+    confidence:      0.95                  # of the interval that a threshold is held against (this is the default)
 
 Every threshold is optional, at least one is there. A threshold holds for the whole interval, see harness.compare.gate.
 """
@@ -53,6 +54,7 @@ class Policy(Strict):
     memory_ratio: AtMost | None = None
     speed_up: SpeedUp | None = None
     failure_share: AtMost | None = None
+    confidence: Annotated[float, pydantic.Field(gt=0.5, lt=1)] = 0.95
 
     @pydantic.model_validator(mode="after")
     def _asks_for_something(self) -> Policy:

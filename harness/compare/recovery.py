@@ -154,13 +154,17 @@ def _benchmark(
         if not bottom.mean() > 0:
             notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if first.higher_is_better else arm} scores 0")
             continue
+        if _at_chance(first, bottom, cluster):
+            notes.append(f"{label}: recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
+            continue
         recovery[arm] = _recovery(top, bottom, cluster)
         deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
         bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in (base, usable[arm]))
         if bounded and (why := doubtful(recovery[arm])):
             doubt[arm] = why
             notes.append(f"{label}: recovery of {arm}, {why}")
-        above[arm] = _above_chance(label, arm, first, top, bottom, cluster, notes)
+        if first.chance is not None and first.higher_is_better:
+            above[arm] = _recovery(top, bottom, cluster, first.chance)
     row = BenchmarkRow(
         task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
         chance=first.chance, n=len(cluster), clusters=cluster_count(cluster), failed=found.failed, doubt=doubt,
@@ -185,17 +189,12 @@ def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -
     return estimate(value, paired_ratio_interval(top, bottom, cluster, chance), len(top))
 
 
-def _above_chance(
-    label: str, arm: str, score: TaskScore, top: Floats, bottom: Floats, cluster: Ints, notes: list[str]
-) -> Estimate | None:
-    """(candidate - chance) / (bf16 - chance); None where bf16 is not clearly above chance: noise over noise."""
+def _at_chance(score: TaskScore, bottom: Floats, cluster: Ints) -> bool:
+    """Whether bf16 is not clearly above what guessing scores: its recovery would be noise over noise."""
     if score.chance is None or not score.higher_is_better:
-        return None
+        return False
     low = mean_interval(bottom, cluster).low
-    if low is None or low <= score.chance:
-        notes.append(f"{label}: recovery of {arm} above chance is n/a, {BASELINE} is not clearly above chance")
-        return None
-    return _recovery(top, bottom, cluster, score.chance)
+    return low is None or low <= score.chance
 
 
 def _flips(base: Floats, other: Floats, higher_is_better: bool) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """What came out, in plain sentences, and what a reader must know before believing a number."""
 
+# ruff: noqa: RUF001 - typographic characters are what is printed
 from __future__ import annotations
 
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
@@ -7,8 +8,8 @@ from harness.records.record import ARMS, Engine, MemoryData, Record, arm_label, 
 from harness.records.verdict import Verdict
 from qad.untrusted import clean
 from reports.load import Step
-from reports.numbers import gigabytes, people_list, percent, percent_interval, plural, significant
-from reports.parts import Banner
+from reports.numbers import gigabytes, interval, people_list, percent, percent_interval, plural, significant
+from reports.parts import Banner, Decision, Tile
 
 SATURATED = 0.01  # share of blocks, above which it is said
 CUT_OFF = 0.01  # share of answers, above which it is said
@@ -87,12 +88,53 @@ def _share(estimate: Estimate) -> str:
     return f"{percent(estimate.value)} ({limits})" if limits else f"{percent(estimate.value)} (no interval)"
 
 
-def verdict_banner(verdict: Verdict | None) -> Banner | None:
-    """The gate's word and its paragraph."""
+def decision(verdict: Verdict | None) -> Decision | None:
+    """What was decided, why, and what to do."""
     if verdict is None:
         return None
-    title = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
-    return Banner(verdict.outcome.lower(), title, clean(verdict.paragraph, 1500))
+    word = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
+    return Decision(verdict.outcome.lower(), word, clean(verdict.reason, 600), clean(verdict.next_action, 300))
+
+
+def tiles(comparison: Comparison, records: list[Record]) -> list[Tile]:
+    """Recovery, KL against PTQ, size, speed: four figures for somebody in a hurry; what was not measured is said."""
+    others = [name for name in comparison.arms if name != BASELINE]
+    arm = next((name for name in (QAD, PTQ, *reversed(others)) if name in others), "")
+    speed = _speed_tile(comparison, arm)
+    return [_recovery_tile(comparison, arm), _kl_tile(comparison, arm), _size_tile(comparison, arm, records), speed]
+
+
+def _recovery_tile(comparison: Comparison, arm: str) -> Tile:
+    median = comparison.median_recovery.get(arm)
+    if median is None:
+        return Tile("not measured", "recovery of BF16's score")
+    what = f"of BF16's score, {arm_name(arm)}, median of {plural(median.n, 'benchmark')}"
+    return Tile(percent(median.value), what, percent_interval(median))
+
+
+def _kl_tile(comparison: Comparison, arm: str) -> Tile:
+    if comparison.kl_ratio is not None:
+        return Tile(percent(comparison.kl_ratio.value), "of PTQ's KL to BF16", percent_interval(comparison.kl_ratio))
+    row = comparison.fidelity.get(arm)
+    if row is None:
+        return Tile("not measured", "KL to BF16")
+    return Tile(f"{significant(row.kl.value)} nats", "KL to BF16 per token", interval(row.kl))
+
+
+def _size_tile(comparison: Comparison, arm: str, records: list[Record]) -> Tile:
+    memory = {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
+    ratio = comparison.memory_ratio.get(arm)
+    if arm not in memory or ratio is None:
+        return Tile("not measured", "size on disk")
+    return Tile(percent(ratio.value), "of BF16's size on disk", f"{gigabytes(memory[arm].file_bytes)} GB")
+
+
+def _speed_tile(comparison: Comparison, arm: str) -> Tile:
+    """An emulated speed says nothing of FP4's, so it is no figure of the first screen."""
+    found = comparison.throughput_ratio.get(arm, {}).get("decode")
+    if arm in comparison.emulated or found is None:
+        return Tile("not measured here", "speed", "FP4 was emulated" if arm in comparison.emulated else "")
+    return Tile(f"{significant(found.value)}×", "BF16's decoding speed", interval(found))
 
 
 # --- banners -------------------------------------------------------------------------------------

@@ -154,8 +154,13 @@ def test_the_verdict_comes_first_with_its_reason(run: Path, records: list[Record
     assert html.index('<div class="verdict inconclusive"') < html.index('class="outcome"') < html.index("<h2")
     text = Page(html).text
     assert "INCONCLUSIVE for QAD by policy drop-1pct" in text
-    assert verdict["paragraph"] in text
-    assert md.index("**INCONCLUSIVE for QAD by policy drop-1pct.**") < md.index("QAD closes") < md.index("## Summary")
+    assert f"Why. {verdict['reason']}." in text
+    assert f"Next. {verdict['next_action']}." in text
+    assert (
+        "on both sides of the limit of at least 99.0 %; given these measurements it holds with a probability of" in text
+    )
+    assert verdict["next_action"].startswith("undecided: measure ")
+    assert md.index("**INCONCLUSIVE for QAD by policy drop-1pct**") < md.index("QAD closes") < md.index("## Summary")
     assert "Policy drop-1pct, held against QAD" in text
     for check in verdict["checks"]:
         assert check["rule"] in text
