@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qad.arms.kv_cache import CALIBRATES, CAST, attentions
 from qad.arms.selection import Selection, describe, select
+from qad.artifact import canonical, run_stage
 from qad.errors import DataError, SourceError, UsageError
 from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
@@ -20,10 +24,11 @@ from qad.model.template_clock import instant, reads_clock
 from qad.recipes.recipe import Recipe
 from qad.recipes.trainable import check_patterns
 from qad.text.data import Data, Generations
-from qad.text.documents import Part, require_disjoint
+from qad.text.documents import Part, digest_contents, require_disjoint
 from qad.text.generate import TeacherText
-from qad.text.packing import MINIMUM, Windows, pack
+from qad.text.packing import MINIMUM, pack
 from qad.text.sources import Need, Reader, require_readable
+from qad.text.windows import StoredWindows, WindowSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +68,61 @@ class Job:
         seed = self.recipe.training.seed
         return self.recipe.seed if seed is None else seed
 
-    def calibration_windows(self) -> Windows | None:
+    def calibration_windows(self) -> WindowSet | None:
         """None where the recipe calibrates nothing."""
         section = self.recipe.calibrate
         if section is None:
             return None
-        return pack(
-            self.text["calibration"], self.tokenizer, section.samples, section.seq_len, self.recipe.seed, "calibration"
-        )
+        return self._windows("calibration", "calibration", section.samples, section.seq_len, self.recipe.seed)
 
-    def train_windows(self) -> Windows:
+    def train_windows(self) -> WindowSet:
         section = self.recipe.training
-        return pack(
-            self.text["train"], self.tokenizer, section.windows, section.seq_len, self.train_seed, "training",
-            section.loss_on,
-        )  # fmt: skip
+        shape = section.windows, section.seq_len
+        return self._windows("train", "training", *shape, self.train_seed, section.loss_on)
 
-    def validation_windows(self) -> Windows:
+    def validation_windows(self) -> WindowSet:
         section = self.recipe.training
-        windows = section.validation_windows
-        return pack(
-            self.text["validation"], self.tokenizer, windows, section.seq_len, self.recipe.seed, "validation",
-            section.loss_on,
-        )  # fmt: skip
+        shape = section.validation_windows, section.seq_len
+        return self._windows("validation", "validation", *shape, self.recipe.seed, section.loss_on)
+
+    def _windows(
+        self, role: str, what: str, windows: int, seq_len: int, seed: int, loss_on: Literal["all", "assistant"] = "all"
+    ) -> StoredWindows:
+        """Packed once and kept in text_folder/windows/ROLE, for as long as text, tokenizer and settings are the same."""
+        time = instant() if reads_clock(self.tokenizer) else None
+        config = {"packing": 1, "windows": windows, "seq_len": seq_len, "seed": seed, "loss_on": loss_on,
+                  "template_time": time and time.isoformat()}  # fmt: skip
+        inputs = {"text": self._contents(role), "tokenizer": self.source.digest}
+        key = canonical([role, config])
+        if key not in self._packed:
+            parts = self.text[role]
+
+            def work(folder: Path) -> None:
+                pack(folder, parts, self.tokenizer, windows, seq_len, seed, what, loss_on)
+
+            out = (self.text_folder or self._scratch) / "windows" / role
+            self._packed[key] = StoredWindows(run_stage("windows", out, config, inputs, work, replace=True).path)
+        return self._packed[key]
+
+    def _contents(self, role: str) -> str:
+        if role not in self._digests:
+            self._digests[role] = digest_contents(self.text[role])
+        return self._digests[role]
+
+    @functools.cached_property
+    def _packed(self) -> dict[str, StoredWindows]:
+        return {}
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        return {}
+
+    @functools.cached_property
+    def _scratch(self) -> Path:
+        """For windows that nobody keeps; removed with the job."""
+        folder = tempfile.mkdtemp(prefix="qad-windows-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
 
 def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text_folder: Path | None = None) -> Job:
@@ -202,7 +239,7 @@ def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None
     """Pack every role once, so that a text too short is found before the first stage, and say what it holds. Returns tokens
     by role."""
     calibration = job.calibration_windows()
-    windows = {"calibration": calibration} if calibration else {}
+    windows: dict[str, WindowSet] = {"calibration": calibration} if calibration else {}
     if job.recipe.train:
         windows |= {"train": job.train_windows(), "validation": job.validation_windows()}
     for role, packed in windows.items():

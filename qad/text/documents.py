@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,10 +105,23 @@ def digest_documents(parts: Sequence[Part]) -> str:
     return digest_of([[part.weight, [doc.key for doc in part.documents]] for part in parts])
 
 
-def shuffled(docs: Sequence[Document], seed: int) -> list[Document]:
+def digest_contents(parts: Sequence[Part]) -> str:
+    """Identity of everything that rendering and tokenizing a role's documents depends on, white space included."""
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(canonical([part.name, part.weight, len(part.documents)]).encode())
+        for doc in part.documents:
+            told = [doc.text, doc.messages, doc.prompt, doc.given]
+            content.update(
+                canonical(told).encode() if doc.ids is None else array("q", (doc.prompt, *doc.ids)).tobytes()
+            )
+    return content.hexdigest()
+
+
+def shuffled(docs: Sequence[Document], seed: int) -> Iterator[Document]:
     """The documents in an order that depends on `seed` alone."""
     order = torch.randperm(len(docs), generator=torch.Generator().manual_seed(seed))
-    return [docs[i] for i in order.tolist()]
+    return (docs[int(i)] for i in order.numpy())
 
 
 def generator_of(seed: str, device: str = "cpu") -> torch.Generator:

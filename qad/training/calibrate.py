@@ -23,7 +23,7 @@ from qad.model.families import experts_of
 from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.widened import widened_linears
-from qad.text.packing import Windows
+from qad.text.windows import WindowSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AmaxObserver:
 def calibrate(
     model: Any,
     selection: Selection,
-    windows: Windows,
+    windows: WindowSet,
     headroom: float = 1.0,
     progress: Callable[[int], object] = lambda tokens: None,
     batch_size: int = 8,
@@ -103,12 +103,12 @@ def calibrate(
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
         forward = stack.enter_context(_forward(model, modules))
         stack.enter_context(widened_linears(device.type))
-        tensors = (windows.input_ids_ST, windows.position_ids_ST, windows.counted_ST)
-        for ids, positions, counted in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
+        for batch in windows.batches(batch_size):
+            ids, counted = batch.input_ids_ST, batch.counted_ST
             observer.counted_BT = None if counted.all() else counted.to(device)
             if kv_observer:
                 kv_observer.counted_BT = observer.counted_BT
-            forward(ids.to(device), position_ids=positions.to(device), use_cache=False)
+            forward(ids.to(device), position_ids=batch.position_ids_ST.to(device), use_cache=False)
             progress(ids.numel())
     return Calibration(  # the scales first: where nothing was seen, an error says so
         group_input_scales(observer.amax, selection, headroom) if modules else {},

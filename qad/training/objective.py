@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qad.recipes.recipe import Train
-from qad.text.packing import NO_LABEL, Windows
+from qad.text.windows import NO_LABEL, Windows, WindowSet
 from qad.training.chunked import CachedTopK, NoTeacher, Targets, TeacherLogits, chunked_loss
 from qad.training.head import Head
 from qad.training.losses import LOSSES, TokenLoss, at_temperature, cross_entropy, forward_kl, top_k_forward_kl
@@ -28,23 +28,23 @@ _KEPT_BYTES = 1 << 31  # teacher hidden states of the validation windows are kep
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A micro-batch: windows by index, what of it counts, and its labels."""
+    """A micro-batch: its windows and where they stand among all of them."""
 
-    windows: Windows
+    batch: Windows
     index: Tensor
 
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
-        ids, positions = self.windows.input_ids_ST[self.index], self.windows.position_ids_ST[self.index]
+        ids, positions = self.batch.input_ids_ST, self.batch.position_ids_ST
         return {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": False}
 
     def counted(self, hidden_BTH: Tensor) -> Tensor:
         """[B, T, H] -> [counted tokens, H]."""
-        counted_BT = self.windows.counted_ST[self.index]
+        counted_BT = self.batch.counted_ST
         return hidden_BTH.flatten(0, 1) if counted_BT.all() else hidden_BTH[counted_BT.to(hidden_BTH.device)]
 
     def labels(self) -> Tensor:
         """int64 [counted tokens], -100 where a document ends."""
-        return self.windows.labels_ST[self.index][self.windows.counted_ST[self.index]]
+        return self.batch.labels_ST[self.batch.counted_ST]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +78,19 @@ class Objective:
     def device(self) -> torch.device:
         return self.student_head.weight_VH.device
 
-    def loss(self, windows: Windows, index: Tensor) -> Tensor:
+    def loss(self, windows: WindowSet, index: Tensor) -> Tensor:
         """Sum of the training loss over the counted tokens of windows[index], differentiable in the student."""
-        inputs = Inputs(windows, index)
+        inputs = Inputs(windows.at(index), index)
         return self._compare(self._student_hidden(inputs), inputs, self._targets(inputs), self.token_loss)
 
     @torch.no_grad()
-    def validate(self, windows: Windows, batch: int = 4) -> Validation:
+    def validate(self, windows: WindowSet, batch: int = 4) -> Validation:
         """Judge the student on a whole split."""
         kl = cross_entropies = 0.0
+        labelled = 0
         for index in torch.arange(len(windows)).split(batch):
-            inputs = Inputs(windows, index)
+            inputs = Inputs(windows.at(index), index)
+            labelled += int((inputs.labels() != NO_LABEL).sum())
             hidden = self._kept.get(int(index[0]))
             if hidden is None:
                 hidden = self._teacher_hidden(inputs)
@@ -100,8 +102,7 @@ class Objective:
             kl += float(self._compare(student, inputs, targets, forward_kl))
             if not self.teaches:
                 cross_entropies += float(self._compare(student, inputs, NoTeacher(), cross_entropy))
-        kl /= int(windows.counted_ST.sum())
-        labelled = int((windows.labels_ST[windows.counted_ST] != NO_LABEL).sum())
+        kl /= windows.counted
         return Validation(kl, kl if self.teaches else cross_entropies / max(1, labelled))
 
     def _student_hidden(self, inputs: Inputs) -> Tensor:

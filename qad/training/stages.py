@@ -29,7 +29,7 @@ from qad.recipes.recipe import Method, Recipe
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations, RandomTokens
 from qad.text.documents import digest_documents
-from qad.text.packing import Windows
+from qad.text.windows import WindowSet
 from qad.training.calibrate import Calibration, calibrate
 from qad.training.objective import Objective
 from qad.training.state import discard_state
@@ -205,7 +205,7 @@ def _training(job: Job, method: Method) -> dict[str, Any]:
     return {"seed": job.train_seed, "recipe": recipe}
 
 
-def _teacher_cache(job: Job, teacher: Any, windows: Windows, out: Path) -> TeacherCache | None:
+def _teacher_cache(job: Job, teacher: Any, windows: WindowSet, out: Path) -> TeacherCache | None:
     k = job.recipe.training.teacher_cache
     if k is None:
         return None

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qad.artifact import Artifact, run_stage
-from qad.text.packing import Windows
+from qad.text.windows import WindowSet
 from qad.training.head import Head
 from qad.training.losses import TopK
 
@@ -29,9 +29,9 @@ _SHARD = 64  # windows
 class TeacherCache:
     """A finished cache, opened; tensors are memory-mapped."""
 
-    def __init__(self, folder: Path, windows: Windows) -> None:
+    def __init__(self, folder: Path, windows: WindowSet) -> None:
         self.folder = folder
-        self._counts = windows.counted_ST.sum(-1)
+        self._counts = windows.counts
 
     def read(self, index: Tensor, device: torch.device) -> TopK:
         """The counted tokens of windows[index], in order."""
@@ -51,7 +51,7 @@ class TeacherCache:
 def write_teacher_cache(
     out: Path,
     teacher: Any,
-    windows: Windows,
+    windows: WindowSet,
     k: int,
     shared: int,
     inputs: dict[str, str],
@@ -68,7 +68,7 @@ def write_teacher_cache(
             parts = []
             for window in range(first, min(first + _SHARD, len(windows))):
                 parts.append(_distributions(teacher, head, windows, window, k))
-                progress(windows.input_ids_ST.shape[1])
+                progress(windows.seq_len)
             log_p, ids, tail = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             tensors = {"log_p_tK": log_p, "ids_tK": ids, "log_tail_t": tail}
             save_file(tensors, folder / f"shard-{shard:05d}.safetensors")
@@ -76,11 +76,12 @@ def write_teacher_cache(
     return run_stage(KIND, out, {"k": k, "shared": shared, **config}, inputs, work, replace=True)
 
 
-def _distributions(model: Any, head: Head, windows: Windows, window: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _distributions(model: Any, head: Head, windows: WindowSet, window: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     device = head.weight_VH.device
-    ids, positions = windows.input_ids_ST[window, None].to(device), windows.position_ids_ST[window, None].to(device)
+    one = windows.at(torch.tensor([window]))
+    ids, positions = one.input_ids_ST.to(device), one.position_ids_ST.to(device)
     hidden_BTH = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    hidden_TH = hidden_BTH[0][windows.counted_ST[window].to(device)]
+    hidden_TH = hidden_BTH[0][one.counted_ST[0].to(device)]
     parts = [TopK.of(head.logits(part), k) for part in hidden_TH.split(512)]
     if not parts:
         return torch.empty(0, k), torch.empty(0, k, dtype=torch.int32), torch.empty(0)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from qad.numerics.compiled import compilation
 from qad.place import write_whole, writing
 from qad.recipes.recipe import Train
-from qad.text.packing import Windows
+from qad.text.windows import WindowSet
 from qad.training.objective import Objective, Validation
 from qad.training.optim import learning_rate, make_optimizer, set_learning_rate
 from qad.training.saturation import UNCOUNTED
@@ -69,8 +69,8 @@ class Trainer:
         self,
         student: Student,
         objective: Objective,
-        train: Windows,
-        validation: Windows,
+        train: WindowSet,
+        validation: WindowSet,
         config: Train,
         seed: int,
         folder: Path,
@@ -140,7 +140,7 @@ class Trainer:
         The mean is over all counted tokens of the step: a mean of micro-batch means would let short answers dominate.
         """
         index = self.train_windows.indices(step, self.config.batch_size, self.seed)
-        counted = int(self.train_windows.counted_ST[index].sum())
+        counted = int(self.train_windows.counts[index].sum())
         if counted == 0:
             self.progress.steps_without_tokens += 1
             warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)

@@ -61,7 +61,7 @@ def ours(model: Path, format: str, root: Path) -> tuple[float, float, float]:
     from qad.model.loader import load_skeleton
     from qad.model.source import open_checkpoint
     from qad.model.streamed import streamed_model
-    from qad.text.packing import Windows
+    from qad.text.windows import Windows
     from qad.training.calibrate import Calibration, calibrate
     from qad.training.stages import require_finite
 

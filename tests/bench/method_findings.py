@@ -34,8 +34,9 @@ from qad.model.loader import default_device, load_model
 from qad.recipes.job import Job, prepare
 from qad.recipes.load import parse_recipe
 from qad.text.data import Data
-from qad.text.packing import Windows, pack
+from qad.text.packing import pack
 from qad.text.sources import Need, Reader
+from qad.text.windows import WindowSet
 from qad.training.objective import Objective
 from qad.training.stages import ptq_arm, trained_arm
 from qad.training.student import Student
@@ -110,7 +111,7 @@ def make_originals(folder: Path, steps: int, say: Callable[[str], None]) -> None
         say(f"{name} original: cross-entropy {loss:.3f} at the end of its training")
 
 
-def judge(job: Job, arm: Arm | None, tests: dict[str, Windows]) -> dict[str, float]:
+def judge(job: Job, arm: Arm | None, tests: dict[str, WindowSet]) -> dict[str, float]:
     """KL from the original and cross-entropy on each test text, nats per token. None: the original itself."""
     original, model = (load_model(job.source, job.dtype, job.device) for _ in range(2))
     if arm is not None:
@@ -133,10 +134,11 @@ def run_seed(place: Place, say: Callable[[str], None]) -> dict[str, dict[str, fl
     job = place.job("none")
     ptq = place.folder / "ptq"
     ptq_arm(job, ptq)
-    tests = {}
+    tests: dict[str, WindowSet] = {}
     for name in ("prose", "code"):
         parts = Reader(job.tokenizer, place.seed).parts(Data.model_validate(place.blend(name)), Need("test", 6144))
-        tests[name] = pack(parts, job.tokenizer, 6144 // SEQ_LEN, SEQ_LEN, place.seed, "test")
+        (text := place.folder / f"test-{name}").mkdir(exist_ok=True)
+        tests[name] = pack(text, parts, job.tokenizer, 6144 // SEQ_LEN, SEQ_LEN, place.seed, "test")
     for name, train in {"BF16": None, "PTQ": None, **arms(place)}.items():
         if name in results:
             continue

@@ -15,7 +15,7 @@ from qad.arms.selection import select
 from qad.artifact import run_stage
 from qad.model.loader import load_model, load_skeleton
 from qad.model.source import open_checkpoint
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.calibrate import calibrate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qad.text.packing import NO_LABEL, Windows
+from qad.text.windows import NO_LABEL, Windows
 
 
 def padded(windows: Windows, left: int, right: int, pad_id: int) -> Windows:

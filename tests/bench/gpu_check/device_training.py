@@ -114,7 +114,7 @@ def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
     export_arm(arm, out)
     student = Student(open_arm(arm), load_model(job.source, job.dtype, job.device)).model
     reloaded = AutoModelForCausalLM.from_pretrained(out, dtype=DTYPES[job.dtype]).to(job.device).eval()
-    ids_BT = job.validation_windows().input_ids_ST[:2].to(job.device)
+    ids_BT = job.validation_windows().at(torch.arange(2)).input_ids_ST.to(job.device)
     with torch.no_grad(), compilation(True):
         return torch.equal(student(input_ids=ids_BT).logits, reloaded(input_ids=ids_BT).logits)
 

@@ -27,7 +27,7 @@ from qad.model.loader import load_model, load_skeleton
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.job import prepare
 from qad.recipes.load import load_recipe
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.calibrate import Calibration, calibrate
 
 ATTENTIONS = [f"model.layers.{layer}.self_attn" for layer in (0, 1)]

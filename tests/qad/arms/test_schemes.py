@@ -24,7 +24,7 @@ from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import fp8, nvfp4
 from qad.numerics.linear import QuantizedLinear
 from qad.recipes.recipe import Quantize
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.calibrate import calibrate
 from qad.training.chunked import NoTeacher, chunked_loss
 from qad.training.head import Head

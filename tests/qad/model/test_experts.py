@@ -34,7 +34,7 @@ from qad.numerics import nvfp4
 from qad.numerics.compiled import compilation
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
 from qad.numerics.scale_search import search_scales
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.calibrate import Calibration, calibrate
 from qad.training.student import Student, _stacked
 

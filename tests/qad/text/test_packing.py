@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from packed import pack_in_memory
 from padding import padded
 
 from qad.errors import DataError
 from qad.model.loader import load_model, load_tokenizer
 from qad.model.source import open_checkpoint
 from qad.text.documents import Document, Part
-from qad.text.packing import NO_LABEL, Windows, encode, pack, sequences
+from qad.text.packing import encode, sequences
+from qad.text.windows import NO_LABEL, Windows
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +45,7 @@ def part(documents: list[Document], weight: float = 1.0, name: str = "text") -> 
 
 def test_packing_restarts_positions_at_documents_and_windows_and_uses_every_token(tokenizer: Any) -> None:
     texts = docs(6, 3)
-    windows = pack([part(texts)], tokenizer, 4, 32, seed=0, what="x")
+    windows = pack_in_memory([part(texts)], tokenizer, 4, 32, seed=0, what="x")
     positions = windows.position_ids_ST
     assert (positions[:, 0] == 0).all()
     step = positions.flatten().diff()
@@ -57,7 +59,9 @@ def test_packing_restarts_positions_at_documents_and_windows_and_uses_every_toke
 
 
 def test_a_long_document_goes_on_in_the_next_windows(tokenizer: Any) -> None:
-    windows = pack([part([Document.of_ids(range(10)), Document.of_ids(range(100, 130))])], tokenizer, 4, 9, 1, "x")
+    windows = pack_in_memory(
+        [part([Document.of_ids(range(10)), Document.of_ids(range(100, 130))])], tokenizer, 4, 9, 1, "x"
+    )
     assert windows.input_ids_ST.flatten().tolist() in ([*range(10), *range(100, 126)], [*range(100, 130), *range(6)])
     first = 10 if windows.input_ids_ST[0, 0] == 0 else 30
     expected = [place % 9 if place < first else min(place % 9, place - first) for place in range(36)]
@@ -71,21 +75,21 @@ def test_the_bits_of_a_packing_are_those_of_earlier_runs() -> None:
         def __call__(self, text: str, **settings: Any) -> dict[str, list[int]]:
             return {"input_ids": [ord(c) for c in text]}
 
-    windows = pack([part(docs(12, 2))], Letters(), 6, 48, 3, "x")
+    windows = pack_in_memory([part(docs(12, 2))], Letters(), 6, 48, 3, "x")
     content = hashlib.sha256(windows.input_ids_ST.numpy().tobytes() + windows.position_ids_ST.numpy().tobytes())
     assert content.hexdigest()[:32] == "40e45b86d42d1af3f4ed190370ff88ea"
     assert windows.indices(2, 2, 3).tolist() == [2, 3]
 
 
 def test_the_order_depends_on_the_seed_alone(tokenizer: Any) -> None:
-    first, again, other = (pack([part(docs(20))], tokenizer, 4, 64, seed, "x") for seed in (0, 0, 1))
+    first, again, other = (pack_in_memory([part(docs(20))], tokenizer, 4, 64, seed, "x") for seed in (0, 0, 1))
     assert first.digest == again.digest != other.digest
     assert torch.equal(first.input_ids_ST, again.input_ids_ST)
 
 
 def test_text_that_is_too_short_says_how_much_there_is(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"training needs 64,000 tokens .* but its text has [\d,]+"):
-        pack([part(docs(2))], tokenizer, 1000, 64, 0, "training")
+        pack_in_memory([part(docs(2))], tokenizer, 1000, 64, 0, "training")
 
 
 # --- blends ---
@@ -97,7 +101,7 @@ def test_every_source_has_its_share_within_one_document_at_every_moment(tokenize
 
     parts = [part(of_length(1, 7), 3.0, "a"), part(of_length(2, 40), 1.0, "b"), part(of_length(3, 15), 0.5, "c")]
     for windows in (1, 4, 20, 60):
-        packed = pack(parts, tokenizer, windows, 64, 0, "x")
+        packed = pack_in_memory(parts, tokenizer, windows, 64, 0, "x")
         counts = torch.bincount(packed.input_ids_ST.flatten(), minlength=4)[1:].tolist()
         assert packed.sources == dict(zip("abc", counts, strict=True))
         for p in parts:
@@ -107,42 +111,42 @@ def test_every_source_has_its_share_within_one_document_at_every_moment(tokenize
 def test_a_source_of_a_blend_that_runs_out_is_named(tokenizer: Any) -> None:
     parts = [part(docs(200), 1.0, "long.txt"), part(docs(1, 1, "duck"), 1.0, "short.txt")]
     with pytest.raises(DataError, match=r"but short.txt, with 50% of them, has \d+: ask"):
-        pack(parts, tokenizer, 20, 64, 0, "training")
+        pack_in_memory(parts, tokenizer, 20, 64, 0, "training")
 
 
 # --- what counts ---
 
 
 def test_labels_are_the_next_token_of_the_same_document_and_everything_counts(tokenizer: Any) -> None:
-    windows = pack([part([Document.of_ids([1, 2, 3]), Document.of_ids([4, 5, 6])])], tokenizer, 1, 6, 0, "x")
+    windows = pack_in_memory([part([Document.of_ids([1, 2, 3]), Document.of_ids([4, 5, 6])])], tokenizer, 1, 6, 0, "x")
     first, second = ([1, 2, 3], [4, 5, 6]) if windows.input_ids_ST[0, 0] == 1 else ([4, 5, 6], [1, 2, 3])
     assert windows.labels_ST.tolist() == [[*first[1:], NO_LABEL, *second[1:], NO_LABEL]]
     assert windows.counted_ST.all()
 
 
 def test_with_the_assistant_alone_a_position_counts_where_it_predicts_the_answer(tokenizer: Any) -> None:
-    windows = pack([part(chats(40))], tokenizer, 8, 64, 0, "x", "assistant")
+    windows = pack_in_memory([part(chats(40))], tokenizer, 8, 64, 0, "x", "assistant")
     learned = windows.labels_ST[windows.counted_ST]
     words = tokenizer.decode(learned).split("<|im_end|>")
     assert 0 < windows.counted < windows.tokens / 2
     assert len(words) > 4
     assert all(word == "" or word.startswith("There are ") for word in words[1:-1])
     assert (learned != NO_LABEL).all()
-    every = pack([part(chats(40))], tokenizer, 8, 64, 0, "x")
+    every = pack_in_memory([part(chats(40))], tokenizer, 8, 64, 0, "x")
     assert torch.equal(every.input_ids_ST, windows.input_ids_ST)
     assert every.digest != windows.digest
 
 
 def test_of_a_generation_what_the_teacher_wrote_counts(tokenizer: Any) -> None:
     made = [Document.of_ids([i, 100, 101, 102, 103], prompt=2) for i in range(4)]
-    windows = pack([part(made)], tokenizer, 2, 10, 0, "x", "assistant")
+    windows = pack_in_memory([part(made)], tokenizer, 2, 10, 0, "x", "assistant")
     assert windows.counted_ST.tolist() == [[False, True, True, True, False] * 2] * 2
 
 
 def test_text_without_turns_is_refused_where_the_assistant_alone_counts(tokenizer: Any) -> None:
     for doc in (docs(1)[0], Document.of_ids(range(40))):
         with pytest.raises(DataError, match=r"loss_on: assistant needs conversations, and notes.txt holds documents"):
-            pack([part([doc], name="notes.txt")], tokenizer, 1, 32, 0, "x", "assistant")
+            pack_in_memory([part([doc], name="notes.txt")], tokenizer, 1, 32, 0, "x", "assistant")
 
 
 def test_conversations_without_any_answer_are_refused(tokenizer: Any) -> None:
@@ -150,11 +154,11 @@ def test_conversations_without_any_answer_are_refused(tokenizer: Any) -> None:
         Document.of_messages([{"role": "user", "content": f"Who counts {i} sacks of flour?"}]) for i in range(40)
     ]
     with pytest.raises(DataError, match="training has no token that the assistant says"):
-        pack([part(unanswered)], tokenizer, 4, 32, 0, "training", "assistant")
+        pack_in_memory([part(unanswered)], tokenizer, 4, 32, 0, "training", "assistant")
 
 
 def test_padding_counts_nowhere_and_no_real_token_attends_to_it(tiny_llama_dir: Path, tokenizer: Any) -> None:
-    windows = pack([part(chats(20))], tokenizer, 3, 48, 0, "x", "assistant")
+    windows = pack_in_memory([part(chats(20))], tokenizer, 3, 48, 0, "x", "assistant")
     model = load_model(open_checkpoint(tiny_llama_dir), "float32", "cpu").base_model
     with torch.no_grad():
         alone = model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False).last_hidden_state
@@ -173,7 +177,7 @@ def test_padding_counts_nowhere_and_no_real_token_attends_to_it(tiny_llama_dir: 
 
 def test_packed_documents_do_not_attend_to_each_other(tiny_llama_dir: Path, tokenizer: Any) -> None:
     """Hidden states of a packed window equal those of its documents run alone."""
-    windows = pack([part(docs(6, 1))], tokenizer, 2, 48, seed=0, what="x")
+    windows = pack_in_memory([part(docs(6, 1))], tokenizer, 2, 48, seed=0, what="x")
     model = load_model(open_checkpoint(tiny_llama_dir), "float32", "cpu").base_model
     with torch.no_grad():
         packed = model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False).last_hidden_state

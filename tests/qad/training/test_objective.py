@@ -18,7 +18,7 @@ from qad.model.loader import load_model, load_skeleton, load_tokenizer
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.job import shared_vocabulary
 from qad.recipes.recipe import Train
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.objective import Objective
 from qad.training.student import Student
 

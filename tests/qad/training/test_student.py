@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed import pack_in_memory
 from padding import padded
 
 from qad.arms.arm import Arm, open_arm, write_arm
@@ -17,7 +18,7 @@ from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
 from qad.numerics.groups import group_global_scale, quantize_group
 from qad.text.documents import Document, Part
-from qad.text.packing import Windows, pack
+from qad.text.windows import Windows
 from qad.training.calibrate import AmaxObserver, calibrate, group_input_scales
 from qad.training.student import Student
 
@@ -141,7 +142,7 @@ def test_a_bf16_arm_has_no_student(source: Checkpoint, tmp_path: Path) -> None:
 def test_calibration_sees_the_largest_input_whatever_the_batching(source: Checkpoint) -> None:
     selection = select(load_skeleton(source), "NVFP4")
     docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(30)]
-    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 12, 32, 0, "x")
+    windows = pack_in_memory([Part("text", 1.0, docs)], load_tokenizer(source.folder), 12, 32, 0, "x")
     model = load_model(source, "float32", "cpu")
     scales = calibrate(model, selection, windows).input_scales
     seen: dict[str, float] = {}
@@ -179,7 +180,7 @@ def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Ch
     """Batch 1 or 4, padded left or right with a token that would raise the largest activation: the same scales."""
     selection = select(load_skeleton(source), "NVFP4")
     docs = [Document.of(f"{i} the miller counts his sacks " * 6) for i in range(12)]
-    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 4, 32, 0, "x")
+    windows = pack_in_memory([Part("text", 1.0, docs)], load_tokenizer(source.folder), 4, 32, 0, "x")
     model = load_model(source, "float32", "cpu")
     alone = calibrate(model, selection, windows, batch_size=1).input_scales
 
@@ -205,5 +206,5 @@ def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Ch
 def test_weight_only_formats_need_no_calibration(source: Checkpoint) -> None:
     selection = select(load_skeleton(source), "W4A16_NVFP4")
     docs = [Document.of("a b c d e f g h " * 9)]
-    windows = pack([Part("text", 1.0, docs)], load_tokenizer(source.folder), 1, 8, 0, "x")
+    windows = pack_in_memory([Part("text", 1.0, docs)], load_tokenizer(source.folder), 1, 8, 0, "x")
     assert calibrate(None, selection, windows).input_scales == {}

@@ -10,7 +10,7 @@ import torch
 
 from qad.model.loader import load_model
 from qad.model.source import open_checkpoint
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training import teacher_cache
 from qad.training.head import Head
 from qad.training.losses import TopK

@@ -17,7 +17,7 @@ from qad.errors import ArtifactError
 from qad.numerics.compiled import compilation
 from qad.recipes.job import Job, prepare
 from qad.recipes.recipe import Method, Recipe
-from qad.text.packing import Windows
+from qad.text.windows import Windows
 from qad.training.optim import learning_rate
 from qad.training.stages import ptq_arm, trained_arm
 from qad.training.trainer import Trainer
@@ -216,7 +216,8 @@ def test_c9_a_step_without_a_supervised_token_changes_nothing_and_is_counted(
     whole = Job.train_windows
 
     def masked(job: Job) -> Windows:
-        windows = whole(job)
+        stored = whole(job)
+        windows = stored.at(torch.arange(len(stored)))
         counted = windows.counted_ST.clone()
         counted[4:8] = False
         return dataclasses.replace(windows, counted_ST=counted)

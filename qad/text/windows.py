@@ -1,0 +1,244 @@
+"""Token windows: what a step sees of packed text, in memory or on disk, and the order in which steps see it.
+
+On disk, made once and memory-mapped by every process that reads it; 5 bytes a token:
+
+    ids.int32        [S, T]  token ids
+    marks.uint8      [S, T]  bit 0: a document begins here; bit 1: the assistant says it
+    counts.int32     [S]     positions in the loss
+    windows.json             shape, whether everything counts, tokens by source, digest
+
+A document that does not fit goes on in the next window as a new one, so positions follow from the marks of a window alone.
+
+Shape suffixes: S windows, B windows of a batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qad.text.documents import generator_of
+
+NO_LABEL = -100  # what torch's cross-entropy ignores
+_BEGINS, _SAID = 1, 2
+_ROWS = 1 << 17  # tokens that are derived at one time
+
+
+class WindowSet(abc.ABC):
+    """Packed windows of seq_len tokens, wherever they are."""
+
+    sources: Mapping[str, int]
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def seq_len(self) -> int:
+        """Tokens of a window."""
+
+    @property
+    @abc.abstractmethod
+    def counts(self) -> Tensor:
+        """Integers [S], positions in the loss of each window."""
+
+    @property
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """sha256 of ids (int64), positions (int64) and counted positions (bool), each [S, T] and one after the other."""
+
+    @abc.abstractmethod
+    def at(self, index_B: Tensor) -> Windows:
+        """The windows of an index, in memory."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self) * self.seq_len
+
+    @property
+    def counted(self) -> int:
+        """How many positions are in the loss."""
+        return int(self.counts.sum())
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about them: tokens, positions in the loss, tokens by source."""
+        return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources)}
+
+    def batches(self, size: int) -> Iterator[Windows]:
+        """All windows in order, `size` at a time."""
+        for index in torch.arange(len(self)).split(size):
+            yield self.at(index)
+
+    def indices(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
+        """Which windows step 1, 2, ... sees, int64: a pure function of its arguments, so that a resumed run needs no state.
+
+        An epoch is len(self) // batch_size steps and sees no window twice. The first one takes the windows as they are
+        packed; each later one in an order of its own, from (seed, epoch). `rank` of `ranks` gets its equal part of the step's
+        batch_size windows; the parts of all ranks are the batch of one.
+        """
+        assert batch_size % ranks == 0, "every rank takes as many windows"
+        epoch, place = divmod(step - 1, len(self) // batch_size)
+        first = place * batch_size + rank * (batch_size // ranks)
+        if epoch == 0:
+            return torch.arange(first, first + batch_size // ranks)
+        return _order(len(self), seed, epoch)[first : first + batch_size // ranks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(WindowSet):
+    """Windows in memory.
+
+    input_ids_ST, position_ids_ST: int64 [S, T]. counted_ST: bool [S, T], True where the position's next-token distribution
+    is in the loss; padding never is. labels_ST: int64 [S, T], the next token of the same document, NO_LABEL (-100) where
+    there is none. sources: tokens by source, as packed.
+    """
+
+    input_ids_ST: Tensor
+    position_ids_ST: Tensor
+    counted_ST: Tensor
+    labels_ST: Tensor
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, input_ids_ST: Tensor, position_ids_ST: Tensor, supervised_ST: Tensor | None = None) -> Windows:
+        """Derive labels and counted positions. supervised_ST: bool [S, T], True for tokens to be learned: position t counts
+        where token t+1 is in the same document and supervised. None: every position counts."""
+        follows_ST = torch.zeros_like(input_ids_ST, dtype=torch.bool)
+        follows_ST[:, :-1] = position_ids_ST[:, 1:] == position_ids_ST[:, :-1] + 1
+        labels_ST = torch.where(follows_ST, input_ids_ST.roll(-1, dims=1), NO_LABEL)
+        counted_ST = (
+            torch.ones_like(follows_ST) if supervised_ST is None else follows_ST & supervised_ST.roll(-1, dims=1)
+        )
+        return cls(input_ids_ST, position_ids_ST, counted_ST, labels_ST)
+
+    def __len__(self) -> int:
+        return self.input_ids_ST.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return self.input_ids_ST.shape[1]
+
+    @property
+    def counts(self) -> Tensor:
+        return self.counted_ST.sum(-1)
+
+    @property
+    def digest(self) -> str:
+        return _digest_of(self)
+
+    def at(self, index_B: Tensor) -> Windows:
+        ids_ST, positions_ST = self.input_ids_ST, self.position_ids_ST
+        return Windows(ids_ST[index_B], positions_ST[index_B], self.counted_ST[index_B], self.labels_ST[index_B])
+
+
+class StoredWindows(WindowSet):
+    """Windows of a folder, memory-mapped: what is not looked at takes no memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._facts = json.loads((folder / "windows.json").read_text(encoding="utf-8"))
+        self.sources = self._facts["sources"]
+        self._ids_ST, self._marks_ST = self._map("ids.int32"), self._map("marks.uint8")
+
+    def __len__(self) -> int:
+        return int(self._facts["windows"])
+
+    @property
+    def seq_len(self) -> int:
+        return int(self._facts["seq_len"])
+
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        return self._map("counts.int32")[:, 0]
+
+    @property
+    def digest(self) -> str:
+        return str(self._facts["digest"])
+
+    def at(self, index_B: Tensor) -> Windows:
+        marks_BT = self._marks_ST[index_B]
+        begins_BT = (marks_BT & _BEGINS).bool()
+        begins_BT[:, 0] = True
+        place_T = torch.arange(self.seq_len)
+        positions_BT = place_T - torch.where(begins_BT, place_T, 0).cummax(1).values
+        said_BT = None if self._facts["all_count"] else (marks_BT & _SAID).bool()
+        return Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT)
+
+    def _map(self, name: str) -> Tensor:
+        """Copy on write, which nobody does: torch warns of what cannot be written."""
+        dtype = name.partition(".")[2]
+        return torch.from_numpy(np.memmap(self._folder / name, dtype, "c").reshape(len(self), -1))
+
+
+class WindowWriter:
+    """Fills a folder with `windows` windows of `seq_len` tokens, document after document; memory does not grow with them.
+
+    all_count: every position is in the loss, whoever says it.
+    """
+
+    def __init__(self, folder: Path, windows: int, seq_len: int, all_count: bool) -> None:
+        self.room = windows * seq_len
+        self._folder = folder
+        self._facts = {"windows": windows, "seq_len": seq_len, "all_count": all_count}
+        self._ids, self._marks = ((folder / name).open("wb") for name in ("ids.int32", "marks.uint8"))
+
+    def add(self, ids: list[int], said: list[bool] | None) -> int:
+        """Append a document, or as much of it as there is room for; returns its tokens that were taken."""
+        taken = min(len(ids), self.room)
+        if taken:
+            marks = np.zeros(taken, np.uint8) if said is None else np.array(said[:taken], np.uint8) * np.uint8(_SAID)
+            marks[0] |= _BEGINS
+            self._ids.write(np.array(ids[:taken], np.int32).data)
+            self._marks.write(marks.data)
+            self.room -= taken
+        return taken
+
+    def __enter__(self) -> WindowWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ids.close()
+        self._marks.close()
+
+    def finish(self, sources: Mapping[str, int]) -> StoredWindows:
+        """The whole windows: count, digest and describe them. sources: tokens by source."""
+        assert self.room == 0
+        self._ids.flush()
+        self._marks.flush()
+        file = self._folder / "windows.json"
+        file.write_text(json.dumps({**self._facts, "sources": dict(sources)}), encoding="utf-8")
+        found = StoredWindows(self._folder)
+        with (self._folder / "counts.int32").open("wb") as counts:
+            for part in found.batches(_rows(found)):
+                counts.write(part.counts.int().numpy().data)
+        facts = {**self._facts, "sources": dict(sources), "digest": _digest_of(found)}
+        file.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return StoredWindows(self._folder)
+
+
+def _digest_of(windows: WindowSet) -> str:
+    content = hashlib.sha256()
+    for name in ("input_ids_ST", "position_ids_ST", "counted_ST"):
+        for part in windows.batches(_rows(windows)):
+            content.update(getattr(part, name).contiguous().numpy().data)
+    return content.hexdigest()
+
+
+def _rows(windows: WindowSet) -> int:
+    return max(1, _ROWS // windows.seq_len)
+
+
+@functools.lru_cache(maxsize=1)
+def _order(windows: int, seed: int, epoch: int) -> Tensor:
+    """A permutation of the windows, int64 [S], from (seed, epoch) alone."""
+    return torch.randperm(windows, generator=generator_of(f"{seed} {epoch}"))
