@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
 from harness.records.comparison import BenchmarkRow, Comparison
 from qad.untrusted import clean
 from reports.sections.outcome import BASELINE
@@ -14,9 +17,6 @@ def model_index(comparison: Comparison, arm: str, model_name: str) -> list[dict[
 
     Imported scores are left out: they are somebody else's.
     """
-    from huggingface_hub import EvalResult
-    from huggingface_hub.repocard_data import eval_results_to_model_index
-
     results = [
         EvalResult(task_type="text-generation", dataset_type=clean(row.task), dataset_name=_name(row),
                    dataset_args=_arguments(row), **metric)

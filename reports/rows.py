@@ -12,6 +12,10 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv
+
 from harness.records.comparison import Comparison, Estimate
 from harness.records.record import Record
 from qad.untrusted import clean
@@ -148,8 +152,6 @@ def numbers_by_name(comparison: Comparison) -> dict[str, float]:
 
 
 def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
-    import pyarrow as pa
-
     kinds: dict[type, Any] = {float: pa.float64(), int: pa.int64()}
     schema = pa.schema(
         [(column, pa.string()) for column in _TEXTS[name]]
@@ -161,16 +163,12 @@ def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
 
 
 def _csv(name: str, rows: list[dict[str, Any]]) -> bytes:
-    from pyarrow import csv
-
     out = io.BytesIO()
     csv.write_csv(_table(name, rows, _plain_line), out)
     return out.getvalue()
 
 
 def _parquet(name: str, rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow.parquet as pq
-
     out = io.BytesIO()
     # A lone surrogate, which a broken answer may hold, is no UTF-8.
     pq.write_table(_table(name, rows, lambda s: s.encode("utf-8", "replace").decode("utf-8")), out, compression="zstd")

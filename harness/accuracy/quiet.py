@@ -7,16 +7,16 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
+import lm_eval.api.model
+import lm_eval.api.task
+import lm_eval.models.huggingface as hf
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No log lines and no progress bars from lm-eval and datasets, whose bars have no switch. What fails raises; what lm-eval
     logs of a server's replies is as long as they are."""
-    import datasets
-    import lm_eval.api.model
-    import lm_eval.api.task
-    import lm_eval.models.huggingface as hf
-
     modules: list[Any] = [lm_eval.api.task, lm_eval.api.model, hf]
     bars = [module.tqdm for module in modules]
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]

@@ -10,6 +10,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from qad.place import write_whole
 
 SUFFIX = ".samples.parquet"
@@ -52,9 +55,6 @@ def samples_path(record: Path) -> Path:
 
 def write_samples(samples: list[Sample], path: Path) -> None:
     """Write aside, then rename."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     columns = {f.name: [_text_safe(getattr(s, f.name)) for s in samples] for f in dataclasses.fields(Sample)}
     table = pa.table(columns, schema=_schema())
     with io.BytesIO() as content:
@@ -69,8 +69,6 @@ def _text_safe(value: Any) -> Any:
 
 @functools.cache
 def _schema() -> Any:
-    import pyarrow as pa
-
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     hints = typing.get_type_hints(Sample)
     fields = []

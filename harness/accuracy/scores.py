@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lm_eval
+
 from harness.accuracy.journal import Answer, Journal
 from harness.accuracy.protocol import protocol, require_room
 from harness.accuracy.quiet import quiet
@@ -88,8 +90,6 @@ def _evaluate(
     asking: Asking, group: list[ReadyTask], suite: Suite, limit: int | None, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
     """One pass of lm-eval: task -> its samples under every filter."""
-    import lm_eval
-
     for task in group:
         task.task.set_fewshot_seed(seed=seed)  # its generator moves on with use: every pass has the same examples
     # `simple_evaluate` would do the same after running `pip list` and asking the hub for this model.

@@ -10,17 +10,21 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
+from harness.accuracy.in_memory import InMemory
+from harness.accuracy.journal import Journal
+from harness.accuracy.quiet import quiet
+from harness.accuracy.samples import samples_path, write_samples
+from harness.accuracy.scores import measure_suite
+from harness.accuracy.served import describe, open_server
+from harness.accuracy.suite import Suite, load_suite, of_tasks
+from harness.accuracy.task_files import Places, load_tasks, require_known
+from harness.records.record import AccuracyData, Engine
 from qad.errors import StorageError
 from qad.recipes.recipe import Accuracy
-
-if TYPE_CHECKING:
-    from harness.accuracy.suite import Suite
-    from harness.accuracy.task_files import Places
-    from harness.records.record import AccuracyData, Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +39,6 @@ class Scoring:
     @classmethod
     def of(cls, section: Accuracy, seed: int) -> Scoring:
         """Raises QadError for an unknown suite or task, or folders that do not exist."""
-        from harness.accuracy.suite import load_suite, of_tasks
-        from harness.accuracy.task_files import Places, require_known
-
         if section.suite:
             suite, folder = load_suite(section.suite)
             suite = suite.limited(section.limit)
@@ -58,9 +59,6 @@ class Scoring:
 
     def require_data(self) -> None:
         """Find data that is not here before a model is loaded. Raises DataError."""
-        from harness.accuracy.quiet import quiet
-        from harness.accuracy.task_files import load_tasks
-
         with quiet(), tempfile.TemporaryDirectory(prefix="qad-tasks-") as cache:
             load_tasks(self.suite.tasks, self.places, Path(cache))
 
@@ -81,14 +79,10 @@ class ServerChoice:
 
     def describe(self) -> tuple[str, Engine]:
         """The served name and the record's engine. Raises QadError."""
-        from harness.accuracy.served import describe
-
         return describe(self.url, self.model, "completions")
 
     def open(self, folder: Path, suite: Suite) -> tuple[Any, Engine]:
         """lm-eval's back-end and the record's engine. Raises QadError."""
-        from harness.accuracy.served import open_server
-
         return open_server(
             self.url, str(folder), chat=suite.chat_template, think_end=suite.think_end, max_length=self.max_length,
             concurrency=self.concurrency, model=self.model,
@@ -100,10 +94,6 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
 
     identity: of weights and engine, everything that answers depend on beside the request.
     """
-    from harness.accuracy.journal import Journal
-    from harness.accuracy.samples import samples_path, write_samples
-    from harness.accuracy.scores import measure_suite
-
     journal = Journal(answers_path(record), {**identity, "think_end": scoring.suite.think_end})
     with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
 
@@ -143,8 +133,6 @@ def finished(record: Path) -> None:
 
 def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> AccuracyData:
     """Accuracy of a model in this process."""
-    from harness.accuracy.in_memory import InMemory
-
     backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
     identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}
     return score(backend, scoring, identity, record)

@@ -128,7 +128,7 @@ def _open_manager(tasks: list[str], places: Places) -> Any:
 
 
 def _index(folders: tuple[Path, ...], defaults: bool) -> Any:
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager  # half a second that only tasks need
 
     return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=defaults)
 

@@ -56,7 +56,7 @@ def best_engine(choice: str) -> str:
 
 
 def _transformers() -> Availability:
-    import torch
+    import torch  # a preflight without this engine starts sooner
 
     count = torch.cuda.device_count()
     device = torch.cuda.get_device_name(0) if count else "the CPU"

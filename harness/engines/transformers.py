@@ -11,6 +11,8 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harness.engines.declared import algorithm_of
 from harness.records.record import Engine
 from qad.errors import UsageError
@@ -38,7 +40,7 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
     Raises SourceError where the folder is not a loadable causal LM, UsageError for an unknown dtype or device, or one that the
     folder's layout cannot be computed in.
     """
-    import qad.hf  # noqa: F401  (registers the quantizer that opens our folders)
+    import qad.hf  # noqa: F401  registers the quantizer that opens our folders; takes a second
 
     if dtype not in (*DTYPES, "auto"):
         raise UsageError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}, auto")
@@ -61,8 +63,6 @@ def load(folder: Path, dtype: str, device: str, attention: str | None = None) ->
 
 def require_device(device: str) -> None:
     """Raises UsageError for a device torch does not know or this machine does not have."""
-    import torch
-
     try:
         kind = torch.device(device)
     except RuntimeError as error:
@@ -92,6 +92,4 @@ def describe(model: Any, dtype: str, device: str, algorithm: str | None, asked: 
 
 def _device_name(device: str) -> str:
     """`cuda:0` -> `cuda:0 (name of the card)`."""
-    import torch
-
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.fidelity.continuations import measure_continuations
+from harness.fidelity.distance import measure_fidelity
+from harness.fidelity.layers import measure_layers
+from harness.records.record import FidelityData
 from qad.model.source import Checkpoint
+from qad.numerics.input_saturation import InputSaturation
 from qad.recipes.recipe import Fidelity
 from qad.text.documents import Part, digest_documents
 from qad.text.packing import Sequences, sequences
-
-if TYPE_CHECKING:
-    from harness.records.record import FidelityData
 
 _EXTRAS = ("per_layer", "new_tokens", "prompt_tokens")
 
@@ -38,11 +40,6 @@ def measure_distances(
     teacher_name: str = "bf16",
 ) -> dict[str, FidelityData]:
     """As harness.fidelity.distance.measure_fidelity; the extras are in the students' data."""
-    from harness.fidelity.continuations import measure_continuations
-    from harness.fidelity.distance import measure_fidelity
-    from harness.fidelity.layers import measure_layers
-    from qad.numerics.input_saturation import InputSaturation
-
     inputs = {name: InputSaturation() for name in students}
     with contextlib.ExitStack() as watched:
         for name, student in students.items():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.accuracy.section import ServerChoice
+from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.section import measure_distances
+from harness.fidelity.topk import measure_topk
 from harness.measure.accuracy import OTHER_ATTENTION
 from harness.measure.subject import Found, Subject
 from qad.model.limits import require_positions
 from qad.recipes.recipe import Fidelity
 from qad.text.packing import Sequences
-
-if TYPE_CHECKING:
-    from harness.accuracy.section import ServerChoice
 
 TOP_K = 20  # log-probabilities asked of a server; vLLM's own limit
 TEACHER = "bf16"
@@ -38,8 +38,6 @@ def measure_served(
     server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]
 ) -> Found:
     """What a server tells of its likeliest tokens bounds the distance."""
-    from harness.fidelity.topk import measure_topk  # torch
-
     name, engine = server.describe()
     data = measure_topk(server.url, name, teacher.loaded.model, text.pairs, section.data.name, TOP_K)
     return Found(data, engine, {**settings, "top_k": TOP_K})
@@ -47,8 +45,6 @@ def measure_served(
 
 def measure_again(subject: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
     """Distance of a folder under another attention kernel from itself."""
-    from harness.fidelity.distance import measure_fidelity  # torch
-
     loaded = subject.load(OTHER_ATTENTION)
     measured = measure_fidelity(
         {"again": loaded.model}, subject.loaded.model, text.pairs, section.data.name, teacher_name="first"

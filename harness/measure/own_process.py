@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec
 
+import torch
+
 from qad.errors import QadError
 
 P = ParamSpec("P")
@@ -46,6 +48,4 @@ def run_apart(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) ->
 
 def _free() -> tuple[int, int] | None:
     """Bytes free and in all of the current GPU; None without one."""
-    import torch
-
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None

@@ -7,21 +7,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from harness.engines import transformers, vllm_scores
+from harness.engines.environment import engine_python
+from harness.engines.vllm import describe
+from harness.engines.vllm_scores import Scores
 from harness.measure.stamp import folder_identity, write_record
+from harness.parity import rules as parity
+from harness.parity import ties
+from harness.records.record import ParityData, ParityPrompt
 from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
 from qad.model.families import family_of
 from qad.model.loader import default_device, load_tokenizer
 from qad.model.source import open_checkpoint
-
-if TYPE_CHECKING:
-    from harness.engines.vllm_scores import Scores
-    from harness.records.record import ParityData, ParityPrompt
+from qad.text.python_docs import python_docs
 
 _GLOBAL = {"weight_scale_2", "weight_global_scale"}
 _INPUT = {"input_scale", "input_global_scale"}
@@ -38,9 +42,6 @@ def measure_parity(
     convert: (folder, place) -> the folder in the ModelOpt layout, which the reference opens.
     Raises UsageError for what cannot be asked, EngineError where the engine fails on the folder.
     """
-    from harness.engines.environment import engine_python
-    from harness.engines.vllm import describe
-
     if engine != "vllm":
         raise UsageError(
             f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities"
@@ -65,9 +66,6 @@ def _compare(
     folder: Path, scratch: Path, python: Path, dtype: str, device: str, new_tokens: int, long_tokens: int, eager: bool,
     convert: Callable[[Path, Path], Path],
 ) -> tuple[Scores, ParityData]:  # fmt: skip
-    from harness.engines import transformers, vllm_scores
-    from harness.parity import rules as parity
-
     loaded = transformers.load(_readable(folder, scratch, convert), dtype, device)
     prompts = parity.prompts(load_tokenizer(folder), new_tokens, _long_text() if long_tokens else "", long_tokens)
     inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
@@ -83,9 +81,6 @@ def compared(
     folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores
 ) -> ParityData:
     """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
-    from harness.parity import rules as parity
-    from harness.parity import ties
-
     model, dtype, asked = loaded.model, loaded.engine.dtype, range(len(prompts))
     ours = [parity.log_probs(model, prompt, tokens) for prompt, tokens in zip(prompts, scores.tokens, strict=True)]
 
@@ -173,6 +168,4 @@ def _readable(folder: Path, scratch: Path, convert: Callable[[Path, Path], Path]
 
 
 def _long_text() -> str:
-    from qad.text.python_docs import python_docs
-
     return "\n\n".join(python_docs()[:40])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.records import record as records
+from harness.records.record import Data, Engine, Record
 from qad import provenance
 from qad.artifact import MANIFEST, open_artifact
 from qad.errors import StorageError
 from qad.model.source import Checkpoint
-
-if TYPE_CHECKING:
-    from harness.records.record import Data, Engine, Record
 
 
 def folder_identity(source: Checkpoint) -> str:
@@ -34,8 +33,6 @@ def write_record(
 ) -> None:
     """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control: see
     `Record`; training: see `qad.arms.origin.training_of`."""
-    from harness.records import record as records
-
     record = records.Record(
         arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
         provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
@@ -46,8 +43,6 @@ def write_record(
 
 def keep(record: Record, path: Path) -> None:
     """Write a record. Raises StorageError where that fails."""
-    from harness.records import record as records
-
     try:
         records.write(record, path)
     except OSError as error:

@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from harness.engines.transformers import LoadedModel, load
 from harness.measure.stamp import folder_identity, write_record
+from harness.records.record import Data, Engine
 from qad.arms.origin import training_of
 from qad.model.loader import default_device, load_tokenizer, resolve_dtype
 from qad.model.source import Checkpoint, open_checkpoint
-
-if TYPE_CHECKING:
-    from harness.engines.transformers import LoadedModel
-    from harness.records.record import Data, Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +75,10 @@ class Subject:
 
     def load(self, attention: str | None = None) -> LoadedModel:
         """attention: transformers' name of a kernel, None for its choice."""
-        from harness.engines.transformers import load  # torch
-
         return load(self.folder, self.dtype, self.device, attention)
 
     def release(self) -> None:
         """Give back what the loaded model holds."""
-        import torch
-
         self.__dict__.pop("loaded", None)
         gc.collect()
         if torch.cuda.is_available():

@@ -9,21 +9,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.engines.environment import engine_python
+from harness.engines.server import serve
+from harness.imported.scores import serving_record
+from harness.measure.offline import Offline, measure_offline
 from harness.measure.stamp import folder_identity, keep, write_record
 from harness.measure.subject import Found, Subject
+from harness.records.record import Engine, Record
+from harness.records.serving import ServingData
+from harness.serving.drivers import choose_driver
+from harness.serving.in_process import measure_throughput_interleaved
+from harness.serving.remote import running_server
+from harness.serving.statistics import summarize
+from harness.serving.sweep import Plan, measure_serving
 from qad import provenance
 from qad.artifact import digest_of
 from qad.errors import UsageError
+from qad.model.loader import load_tokenizer
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.recipe import Throughput
-
-if TYPE_CHECKING:
-    from harness.measure.offline import Offline
-    from harness.records.record import Engine, Record
-    from harness.records.serving import ServingData
-    from harness.serving.sweep import Plan
 
 INVALID = 1  # exit code: what was measured must not be used
 
@@ -38,8 +44,6 @@ def measure(
     subjects: Sequence[Subject], section: Throughput, progress: Callable[[int], object] = lambda runs: None
 ) -> dict[str, Found]:
     """Speed in this process, the arms in turns; by arm."""
-    from harness.serving.in_process import measure_throughput_interleaved
-
     measured = measure_throughput_interleaved(
         {subject.arm: subject.loaded.model for subject in subjects},
         **section.model_dump(),
@@ -92,9 +96,6 @@ def measure_benched(
     folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, offline: Offline, say: Callable[[str], None]
 ) -> int:
     """The same by `trtllm-bench`; its files go to a folder beside each record."""
-    from harness.measure.offline import measure_offline
-    from qad.model.loader import load_tokenizer
-
     sources, paths = _placed(folders, arms, out)
     started = time.monotonic()
     places = {arm: (source.folder, paths[arm].with_suffix(".trtllm-bench")) for arm, source in sources.items()}
@@ -128,9 +129,6 @@ def measure_arms(
     places: Mapping[str, tuple[Path, Path]], plan: Plan, serving: Serving, say: Callable[[str], None]
 ) -> dict[str, tuple[ServingData, Engine]]:
     """arm -> what was measured, and what served it. places: arm -> its folder, and its record, beside which the log goes."""
-    from harness.serving.drivers import choose_driver
-    from harness.serving.sweep import measure_serving
-
     driver = choose_driver(serving.driver, load_pythons(serving))
     starts = {arm: _start(serving, folder, record) for arm, (folder, record) in places.items()}
     tokenizer_folder = next(iter(places.values()))[0]
@@ -153,8 +151,6 @@ def load_pythons(serving: Serving) -> list[str]:
         return [serving.driver_python]
     pythons = [sys.executable]
     if serving.engine:
-        from harness.engines.environment import engine_python
-
         with contextlib.suppress(UsageError):
             pythons.append(str(engine_python(serving.engine, serving.python)))
     return pythons
@@ -162,12 +158,8 @@ def load_pythons(serving: Serving) -> list[str]:
 
 def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractContextManager[Any]]:
     if serving.url:
-        from harness.serving.remote import running_server
-
         url = serving.url
         return lambda: running_server(url, folder, serving.engine, serving.log)
-    from harness.engines.server import serve
-
     assert serving.engine is not None
     engine, log = serving.engine, out.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -178,8 +170,6 @@ def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractCo
 
 
 def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int:
-    from harness.serving.statistics import summarize
-
     code = 0
     for arm, data in measured.items():
         for cell in data.cells:
@@ -196,8 +186,6 @@ def import_served(
     path: Path, tool: str | None, concurrency: int | None, arm: str, out: Path, say: Callable[[str], None]
 ) -> int:
     """One record of a load tool's result file; the exit code is 1 where it is invalid."""
-    from harness.imported.scores import serving_record
-
     record = serving_record(path, arm, tool, concurrency)
     keep(record, out)
     say(f"record: {out}")
@@ -205,7 +193,5 @@ def import_served(
 
 
 def _data(record: Record) -> ServingData:
-    from harness.records.serving import ServingData
-
     assert isinstance(record.data, ServingData)
     return record.data

@@ -11,6 +11,8 @@ from harness.engines.available import EngineChoice
 from harness.engines.environment import engine_python, installed
 from harness.engines.registered import engine_named
 from harness.engines.server import serve
+from harness.engines.transformers import FILES
+from harness.memory.cache_cost import LENGTHS
 from harness.memory.files import measure_memory
 from harness.records.record import Engine, MemoryData
 
@@ -44,8 +46,6 @@ def measure_served_memory(
 
 def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
     """Memory from the files alone, or with what the engine says that serves them."""
-    from harness.engines.transformers import FILES
-
     if choice is None:
         return measure_memory(folder), FILES
     return measure_served_memory(
@@ -56,8 +56,6 @@ def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str =
 
 def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:
     """A record of another engine, or from before sequences were counted, is measured again."""
-    from harness.memory.cache_cost import LENGTHS
-
     lengths = {"lengths": list(LENGTHS)}
     if choice is None:
         return lengths

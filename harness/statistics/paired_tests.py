@@ -76,7 +76,7 @@ def _binomial(count: int) -> Floats:
 def _convolved(a: Floats, b: Floats) -> Floats:
     if min(len(a), len(b)) < 500:
         return np.asarray(np.convolve(a, b), dtype=np.float64)
-    from scipy.signal import fftconvolve
+    from scipy.signal import fftconvolve  # half a second that few comparisons need
 
     return np.asarray(np.maximum(fftconvolve(a, b), 0.0), dtype=np.float64)
 

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qad import __version__
 from qad.command import arguments
@@ -22,9 +22,6 @@ from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
 from qad.place import FULL, not_written, require_apart
 from qad.untrusted import clean
-
-if TYPE_CHECKING:
-    pass
 
 INTERRUPTED = 130
 _SOMEWHERE = "standard output or a file of a library (TMPDIR, HF_HOME)"

@@ -13,16 +13,29 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.compare.comparable import BASELINE
+from harness.compare.contrasts import MARGIN
+from harness.compare.gate import judge
+from harness.compare.policy import load_policy
+from harness.compare.recovery import compare
+from harness.imported.scores import read_imported
+from harness.imported.stamp import MODEL
+from harness.records import comparison as comparisons
+from harness.records import record as record_files
+from harness.records.comparison import Comparison, from_json
+from harness.records.record import ARMS, Record, to_json
+from harness.records.verdict import Verdict
 from qad.artifact import Artifact, digest_of, require_place, run_stage
 from qad.errors import DataError, UsageError
-from qad.untrusted import mapping
-
-if TYPE_CHECKING:
-    from harness.records.comparison import Comparison
-    from harness.records.record import Record
-    from harness.records.verdict import Verdict
+from qad.untrusted import clean, mapping
+from reports.load import load_records
+from reports.render import render
+from reports.sections.details import contrasts
+from reports.sections.seeds import training_seeds
+from reports.sections.serving import serving_table
+from reports.sections.tables import summary_text, table_text
 
 COMPARISON = "comparison.json"
 _KIND = "comparison"
@@ -38,15 +51,6 @@ def compare_arms(
     folders or files of controls. Raises UsageError for a path that holds no measurement and for a single arm, DataError where
     the arms are not comparable.
     """
-    from harness.compare.policy import load_policy
-    from harness.compare.recovery import compare
-    from qad.untrusted import clean
-    from reports.render import render
-    from reports.sections.details import contrasts
-    from reports.sections.seeds import training_seeds
-    from reports.sections.serving import serving_table
-    from reports.sections.tables import summary_text, table_text
-
     rules = load_policy(policy)
     require_place(out, _KIND, replace=True)
     arms = read_arms(arguments)
@@ -60,9 +64,6 @@ def compare_arms(
     verdict = verdict_on(comparison, rules)
 
     def work(folder: Path) -> None:
-        from harness.records import comparison as comparisons
-        from harness.records import record as record_files
-
         for name, record in _named(read).items():
             record_files.write(record, folder / "measure" / f"{name}.json")
         text = json.dumps(_finite(comparisons.to_json(comparison)), indent=1, allow_nan=False)
@@ -99,26 +100,17 @@ def noise_lines(comparison: Comparison) -> list[str]:
 
 def verdict_on(comparison: Comparison, policy: Any, arm: str | None = None) -> Verdict | None:
     """The gate's verdict; None where nothing but the baseline was measured."""
-    from harness.compare.comparable import BASELINE
-    from harness.compare.gate import judge
-
     return judge(comparison, policy, arm) if set(comparison.arms) - {BASELINE} else None
 
 
 def gate(results: Path, policy: str, arm: str | None) -> Verdict:
     """The verdict on a run folder, a comparison folder, comparison.json or report.json. Raises QadError."""
-    from harness.compare.gate import judge
-    from harness.compare.policy import load_policy
-
     rules = load_policy(policy)
     return judge(load_comparison(results), rules, arm)
 
 
 def load_comparison(results: Path) -> Comparison:
     """From records where there are any, else from a written comparison. Raises UsageError for anything else."""
-    from harness.compare.recovery import compare
-    from reports.load import load_records
-
     if (results / "measure").is_dir():
         records = load_records(results)
         if not records:
@@ -132,8 +124,6 @@ def load_comparison(results: Path) -> Comparison:
 
 
 def _read_comparison(file: Path) -> Comparison:
-    from harness.records.comparison import from_json
-
     try:
         raw = mapping(json.loads(file.read_text(encoding="utf-8")))
         return from_json(raw.get("comparison", raw))
@@ -143,8 +133,6 @@ def _read_comparison(file: Path) -> Comparison:
 
 def _margin(folder: Path) -> float:
     """The margin that a comparison folder was made with."""
-    from harness.compare.contrasts import MARGIN
-
     try:
         contrasts = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))["contrasts"]
         return float(contrasts[0]["margin"])
@@ -160,9 +148,6 @@ def read_arms(arguments: Sequence[str]) -> list[Record]:
 
     Raises UsageError for a path without measurements and where no arm is bf16, DataError for a damaged file.
     """
-    from harness.imported.stamp import MODEL
-    from harness.records.record import ARMS
-
     records: list[Record] = []
     for place, argument in enumerate(arguments):
         name, path = _split(argument)
@@ -212,9 +197,6 @@ def _split(argument: str) -> tuple[str, Path]:
 
 
 def _read(path: Path, default: str) -> list[Record]:
-    from harness.imported.scores import read_imported
-    from harness.records import record as record_files
-
     imported = read_imported(path, default)
     if imported is not None:
         return imported
@@ -240,8 +222,6 @@ def _folder_name(arm: str) -> str:
 
 def _identity(record: Record) -> str:
     """Digest of a record without when and by what it was made."""
-    from harness.records.record import to_json
-
     left_out = ("created", "seconds", "provenance")
     return digest_of({name: value for name, value in to_json(record).items() if name not in left_out})
 

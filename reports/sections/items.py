@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
+
 from harness.records.comparison import BenchmarkRow, Comparison
 from harness.records.record import ERROR, AccuracyData, Record, TaskScore
 from qad.untrusted import clean
@@ -103,9 +106,6 @@ def said(run: Path, arms: Iterable[str], wanted: set[Key]) -> dict[tuple[str, Ke
 def _rows(path: Path) -> list[dict[str, object]]:
     if not path.is_file():
         return []
-    import pyarrow
-    import pyarrow.parquet as parquet
-
     try:
         columns = ["task", "filter", "doc_hash", "prompt_hash", "repeat", *_TEXT]
         rows: list[dict[str, object]] = parquet.read_table(path, columns=columns).to_pylist()

@@ -26,7 +26,7 @@ def measure(folder: Path, out: Path, url: str, *more: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "choose_driver", lambda name, pythons: TinyDriver())
+    monkeypatch.setattr("harness.measure.throughput.choose_driver", lambda name, pythons: TinyDriver())
 
 
 def failing(body: dict[str, Any]) -> Any:
@@ -95,7 +95,6 @@ def test_arms_are_served_by_an_engine_in_turn(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine's adapter is replaced: what it is asked for, and that its kernels travel with the record."""
-    from harness.engines import server as engine_server
     from harness.records.record import Engine
 
     kernels = Engine("vllm", "0.32", "bfloat16", "cpu", "EmulationKernel (FP4 emulated)", True)
@@ -107,7 +106,7 @@ def test_arms_are_served_by_an_engine_in_turn(
         with mock_server() as mock:
             yield SimpleNamespace(base_url=f"{mock.base_url}/v1", model=folder.name, engine=kernels)
 
-    monkeypatch.setattr(engine_server, "serve", serve)
+    monkeypatch.setattr("harness.measure.throughput.serve", serve)
     argv = ["measure", "throughput", str(tiny_llama_dir), str(tiny_llama_dir), "--engine", "vllm", "--max-model-len", "64",
             "--engine-option=--enforce-eager", "--dtype", "float32", "--concurrency", "1", "--isl", "40", "--osl", "4",
             "--repeats", "2", "--requests", "2", "--out", str(tmp_path)]  # fmt: skip
