@@ -93,7 +93,10 @@ def decision(verdict: Verdict | None) -> Decision | None:
     if verdict is None:
         return None
     word = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
-    return Decision(verdict.outcome.lower(), word, clean(verdict.reason, 600), clean(verdict.next_action, 300))
+    reason, next_action = (
+        line[:1].upper() + line[1:] for line in (clean(verdict.reason, 600), clean(verdict.next_action, 300))
+    )
+    return Decision(verdict.outcome.lower(), word, reason, next_action)
 
 
 def tiles(comparison: Comparison, records: list[Record]) -> list[Tile]:
@@ -107,7 +110,7 @@ def tiles(comparison: Comparison, records: list[Record]) -> list[Tile]:
 def _recovery_tile(comparison: Comparison, arm: str) -> Tile:
     median = comparison.median_recovery.get(arm)
     if median is None:
-        return Tile("not measured", "recovery of BF16's score")
+        return Tile("—", "recovery was not measured")
     what = f"of BF16's score, {arm_name(arm)}, median of {plural(median.n, 'benchmark')}"
     return Tile(percent(median.value), what, percent_interval(median))
 
@@ -117,7 +120,7 @@ def _kl_tile(comparison: Comparison, arm: str) -> Tile:
         return Tile(percent(comparison.kl_ratio.value), "of PTQ's KL to BF16", percent_interval(comparison.kl_ratio))
     row = comparison.fidelity.get(arm)
     if row is None:
-        return Tile("not measured", "KL to BF16")
+        return Tile("—", "KL to BF16 was not measured")
     return Tile(f"{significant(row.kl.value)} nats", "KL to BF16 per token", interval(row.kl))
 
 
@@ -125,7 +128,7 @@ def _size_tile(comparison: Comparison, arm: str, records: list[Record]) -> Tile:
     memory = {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
     ratio = comparison.memory_ratio.get(arm)
     if arm not in memory or ratio is None:
-        return Tile("not measured", "size on disk")
+        return Tile("—", "size on disk was not measured")
     return Tile(percent(ratio.value), "of BF16's size on disk", f"{gigabytes(memory[arm].file_bytes)} GB")
 
 
@@ -133,7 +136,7 @@ def _speed_tile(comparison: Comparison, arm: str) -> Tile:
     """An emulated speed says nothing of FP4's, so it is no figure of the first screen."""
     found = comparison.throughput_ratio.get(arm, {}).get("decode")
     if arm in comparison.emulated or found is None:
-        return Tile("not measured here", "speed", "FP4 was emulated" if arm in comparison.emulated else "")
+        return Tile("—", "speed was not measured here", "FP4 was emulated" if arm in comparison.emulated else "")
     return Tile(f"{significant(found.value)}×", "BF16's decoding speed", interval(found))
 
 

@@ -154,8 +154,8 @@ def test_the_verdict_comes_first_with_its_reason(run: Path, records: list[Record
     assert html.index('<div class="verdict inconclusive"') < html.index('class="outcome"') < html.index("<h2")
     text = Page(html).text
     assert "INCONCLUSIVE for QAD by policy drop-1pct" in text
-    assert f"Why. {verdict['reason']}." in text
-    assert f"Next. {verdict['next_action']}." in text
+    assert f"Why. M{verdict['reason'][1:]}." in text
+    assert f"Next. U{verdict['next_action'][1:]}." in text
     assert (
         "on both sides of the limit of at least 99.0 %; given these measurements it holds with a probability of" in text
     )
