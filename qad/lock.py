@@ -22,12 +22,12 @@ def only_one(folder: Path) -> Iterator[None]:
     while True:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+", encoding="utf-8")
+            file = path.open("a+b", buffering=0)  # a buffer would be written again when it is closed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read().decode().strip() or "another process"
             file.close()
             raise ArtifactError(
                 f"{folder} is being filled by process {holder}: wait for it, end it, or choose another --out"
@@ -39,8 +39,7 @@ def only_one(folder: Path) -> Iterator[None]:
         try:
             with writing(path):
                 file.truncate(0)
-                file.write(f"{os.getpid()}\n")
-                file.flush()
+                file.write(f"{os.getpid()}\n".encode())
             yield
         finally:
             path.unlink(missing_ok=True)
