@@ -70,8 +70,8 @@ def canonical(value: Any) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """sha256 of the canonical JSON of a value."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+    """sha256 of the canonical JSON of a value; of any text, half a surrogate too."""
+    return hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

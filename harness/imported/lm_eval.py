@@ -25,13 +25,16 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
     twice.
     """
     results = {file: _read(file) for file in files}
-    require_one_model({file: _model(raw) for file, raw in results.items()}, "give the folder of one model")
+    require_one_model(((file, _model(raw)) for file, raw in results.items()), "give the folder of one model")
     protocols = [_settings(raw) for raw in results.values()]
     if any(protocol != protocols[0] for protocol in protocols):
         raise DataError(f"{folder} holds results under unequal settings: give the folder of one run")
     sampled: list[TaskScore] = []
     printed: list[PublishedScore] = []
     used, left_out = list(files), []
+    there = {
+        file.parent: {path.name for path in file.parent.iterdir()} for file in files
+    }  # a task may be no file's name
     for file, raw in results.items():
         for task in raw["results"]:
             children = names(mapping(raw.get("group_subtasks")).get(task))
@@ -42,10 +45,10 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
                 left_out.append(
                     f"{task}: of its {len(children)} tasks {', '.join(absent[:3])} {_are(absent)} not in {file.name}"
                 )
-            samples = file.with_name(f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl")
-            if samples.is_file():
-                sampled += _sampled(raw, task, samples)
-                used.append(samples)
+            samples = f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl"
+            if samples in there[file.parent]:
+                sampled += _sampled(raw, task, file.with_name(samples))
+                used.append(file.with_name(samples))
             elif found := _printed(raw, task):
                 printed += found
             else:

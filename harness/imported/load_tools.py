@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.imported.loads import UNKNOWN, aiperf_load, bench_load, guidellm_load, whole
+from harness.imported.stamp import require_one_model
 from harness.records.serving import Arrival, Cell, Gaps, Repeat, Request, ServingData, Window
 from harness.serving.window import TokenEvent, active_requests, steady_window, tokens_inside
 from qad.errors import DataError, UsageError
-from qad.untrusted import clean, json_lines, strict_json
+from qad.untrusted import clean, json_lines, mapping, strict_json
 
 Reader = Callable[[Sequence[Any], Path], list[Cell]]
 _EVENTS = 4_000_000  # of one run at most: a count that somebody wrote is no reason to run out of memory
@@ -52,6 +53,8 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
     found = tool or recognize(documents)
     if found is None:
         raise DataError(f"{path} is no result file of {', '.join(_TOOLS.values())}: check the path or give --from")
+    require_one_model([(path, str(model)) for document in documents if (model := mapping(document).get("model_id"))],
+                      "give the runs of one model")  # fmt: skip
     try:
         cells = _READERS[found](documents, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
@@ -90,7 +93,7 @@ def recognize(documents: Sequence[Any]) -> str | None:
         return "guidellm"
     if "streaming_metrics" in first and "request_info" in first:
         return "trtllm"
-    if {"metadata", "metrics"} <= first.keys() and "request_start_ns" in (first.get("metadata") or {}):
+    if {"metadata", "metrics"} <= first.keys() and "request_start_ns" in mapping(first["metadata"]):
         return "aiperf"
     if "total_output_tokens_retokenized" in first:
         return "sglang"
@@ -130,7 +133,7 @@ def _request(
 
 
 def _failed(start_s: float, reason: object) -> Request:
-    return Request.failure(start_s, " ".join(str(reason).split())[-200:] or "failed")
+    return Request.failure(start_s, clean(" ".join(str(reason).split())[-200:], 200) or "failed")
 
 
 def _run(requests: list[Request], seconds: float | None, arrival: Arrival | None = None) -> Repeat:

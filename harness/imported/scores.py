@@ -179,10 +179,10 @@ def _number(path: Path, line: int, row: dict[str, str], name: str, least: float 
     try:
         value = float(text)
     except ValueError as error:
-        raise DataError(f"{path}, row {line}: {name} is {clean(text)!r}, expected a number") from error
+        raise DataError(f"{path}, row {line}: {clean(name)} is {clean(text)!r}, expected a number") from error
     if not math.isfinite(value) or value < least:
         allowed = "a finite number" if math.isinf(least) else f"{least} or more"
-        raise DataError(f"{path}, row {line}: {name} is {clean(text)!r}, expected {allowed}")
+        raise DataError(f"{path}, row {line}: {clean(name)} is {clean(text)!r}, expected {allowed}")
     return value
 
 

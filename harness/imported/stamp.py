@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from qad.untrusted import clean
 MODEL = "imported scores"
 
 
-def require_one_model(models: Mapping[Path, str], remedy: str) -> None:
-    """models: file -> the model it names, "" where it names none. Raises DataError naming two that differ."""
-    named = {model: file for file, model in models.items() if model}
+def require_one_model(models: Iterable[tuple[Path, str]], remedy: str) -> None:
+    """models: files and the model each names, "" where it names none. Raises DataError naming two that differ."""
+    named = {model: file for file, model in models if model}
     if len(named) > 1:
         (a, first), (b, second), *_ = named.items()
         raise DataError(f"{first} is of the model {clean(a)}, {second} of {clean(b)}: {remedy}")

@@ -331,7 +331,7 @@ def smallest_gpu(size: int) -> int | None:
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """Plain JSON types; `kind` says which data class `data` is."""
+    """Plain JSON types; `kind` says which data class `data` is. Half a surrogate, which a server may send, is a question mark."""
     return {"kind": record.kind, **_plain(record)}
 
 
@@ -340,7 +340,9 @@ def _plain(value: Any) -> Any:
         fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
         return {f.name: _plain(v) for f, v in fields if not (v is None and f.metadata.get("later"))}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from harness.records.serving import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
+from qad.untrusted import clean, strict_json
 from qad.untrusted import count as count_of
-from qad.untrusted import strict_json
 
 CountTokens = Callable[[str], int]
 Kind = TypeVar("Kind")
@@ -256,4 +256,4 @@ def utf8(text: str) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         value = value.get("message") or json.dumps(value)
-    return " ".join(str(value).split())[:200]
+    return clean(" ".join(str(value).split()), 200)

@@ -29,7 +29,7 @@ from harness.records.record import ARMS, Record, to_json
 from harness.records.verdict import Verdict
 from qad.artifact import Artifact, digest_of, require_place, run_stage
 from qad.errors import DataError, UsageError
-from qad.untrusted import clean, mapping
+from qad.untrusted import clean, mapping, strict_json
 from reports.load import load_records
 from reports.render import render
 from reports.sections.details import contrasts
@@ -125,7 +125,7 @@ def load_comparison(results: Path) -> Comparison:
 
 def _read_comparison(file: Path) -> Comparison:
     try:
-        raw = mapping(json.loads(file.read_text(encoding="utf-8")))
+        raw = mapping(strict_json(file.read_bytes()))
         return from_json(raw.get("comparison", raw))
     except ValueError as error:
         raise UsageError(f"{file} is no comparison of this version ({error}): compare the arms again") from error
@@ -134,7 +134,7 @@ def _read_comparison(file: Path) -> Comparison:
 def _margin(folder: Path) -> float:
     """The margin that a comparison folder was made with."""
     try:
-        contrasts = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))["contrasts"]
+        contrasts = strict_json((folder / COMPARISON).read_bytes())["contrasts"]
         return float(contrasts[0]["margin"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return MARGIN

@@ -245,6 +245,16 @@ def test_what_cannot_be_is_a_failed_request(changes: dict[str, Any], reason: str
     assert sum(r.failed for r in repeat.requests) == 2
 
 
+def test_runs_of_two_models_are_both_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    runs = [{**sglang(), "model_id": name} for name in ("org/a", "org/a", "org/b")]
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs[:2]))
+    assert len(import_results(path)[0].cells[0].repeats) == 2
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    with pytest.raises(DataError, match=r"is of the model org/a, .* of org/b: give the runs of one model"):
+        import_results(path)
+
+
 def test_printed_failures_count(tmp_path: Path) -> None:
     details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
     printed = {k: v for k, v in sglang().items() if k not in details}

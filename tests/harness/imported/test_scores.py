@@ -411,6 +411,21 @@ def test_a_newline_alone_ends_a_line_of_samples(tmp_path: Path, separator: str) 
     assert imported(nemo_folder, "bf16")[0].data == expected
 
 
+@pytest.mark.parametrize("task", ["a" * 5000, "../up", "a/b", "a\x00b", "\ud800"])
+def test_a_task_may_have_any_name(tmp_path: Path, task: str) -> None:
+    folder = lm_eval_folder(tmp_path / "a", 80, samples=False)
+    changed(folder, results={task: {"acc,none": 0.8}})
+    (record,) = imported(folder, "bf16")
+    assert isinstance(record.data, ScoresData)
+    assert [score.task for score in record.data.scores] == [task.replace("\ud800", "?")]
+
+
+def test_an_answer_may_be_any_text(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"problem_idx": "\\ud800", "reward": 1, "expected_answer": "\\ud800"}\n')
+    assert read_imported(path, "bf16")
+
+
 def test_a_damaged_lm_eval_folder(tmp_path: Path) -> None:
     folder = lm_eval_folder(tmp_path / "a", 80)
     (folder / "results_2026-01-01T00-00-00.json").write_text("{")

@@ -100,3 +100,12 @@ def test_clusters_need_more_items() -> None:
 def test_non_inferiority(gained: int, lost: int, both: int, verdict: str) -> None:
     top, bottom = paired(gained, lost, both, both // 4)
     assert non_inferiority(top, bottom, np.arange(len(top)), 0.01) == verdict
+
+
+def test_whole_numbers_of_any_size_are_tested_without_their_distribution() -> None:
+    """Rewards may be points; an array of all their sums could be larger than memory."""
+    points = np.array([3e9, 1e9, 2e9, -1e9, 5e9, 4e9, 1e90, 1e90])
+    p, name = no_difference(points, np.arange(len(points)))
+    assert 0.2 < p <= 1.0
+    assert name.startswith("sign-flip")
+    assert no_difference(points[:6] / 1e9, np.arange(6))[1] == "exact sign-flip over clusters"
