@@ -125,11 +125,13 @@ def _outcome(checks: list[Check]) -> str:
 
 
 def _checks(comparison: Comparison, policy: Policy, arm: str) -> list[Check]:
-    makers: dict[str, Callable[[Comparison, str, Threshold], Check]] = {
-        "median_recovery": _median, "worst_benchmark": _worst, "kl": _kl, "top1": _top1, "memory_ratio": _memory,
-        "speed_up": _speed, "failure_share": _failures,
-    }  # fmt: skip
-    return [makers[name](comparison, arm, threshold) for name, threshold in policy.thresholds.items()]
+    of_several = {"median_recovery": _median, "worst_benchmark": _worst, "speed_up": _speed}
+    return [
+        of_several[name](comparison, arm, threshold)
+        if name in of_several
+        else _check(name, _OF_ONE[name].label, threshold, _OF_ONE[name].find(comparison, arm), _OF_ONE[name].form)
+        for name, threshold in policy.thresholds.items()
+    ]
 
 
 # --- one threshold -------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
         if bad:
             check, row = min(bad, key=lambda entry: entry[0].value if entry[0].value is not None else math.inf)
             more = f"; so for {len(bad) - 1} other benchmark{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
-            return _with_why(check, check.why + _would_decide(comparison, arm, row, outcome) + more)
+            return dataclasses.replace(check, why=check.why + _would_decide(comparison, arm, row, outcome) + more)
     if doubts := _doubts(rows, arm):
         return _undecided(checks[0], doubts)
     if unscored:
@@ -190,22 +192,6 @@ def _would_decide(comparison: Comparison, arm: str, row: BenchmarkRow, outcome: 
     return f" from {row.n:,} items; {needed[0]:,} would tell a loss of {_percent(margin)}"
 
 
-def _kl(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
-    row = comparison.fidelity.get(arm)
-    return _check("kl", "KL divergence to BF16", threshold, row.kl if row else None, _nats)
-
-
-def _top1(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
-    row = comparison.fidelity.get(arm)
-    return _check("top1", "top-1 agreement with BF16", threshold, row.top1 if row else None, _percent)
-
-
-def _memory(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
-    return _check(
-        "memory_ratio", "size on disk relative to BF16", threshold, comparison.memory_ratio.get(arm), _percent
-    )
-
-
 def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     assert isinstance(threshold, SpeedUp)
     name = f"{threshold.phase} speed relative to BF16"
@@ -217,10 +203,6 @@ def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
             f"{name} was measured without FP4 arithmetic, which tells nothing of hardware that has it",
         )  # fmt: skip
     return _check("speed_up", name, threshold, found, _times)
-
-
-def _failures(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
-    return _check("failure_share", "share of failed requests", threshold, comparison.failure_share.get(arm), _percent)
 
 
 def _check(threshold_name: str, name: str, threshold: Threshold, found: Estimate | None, form: Form) -> Check:
@@ -255,10 +237,6 @@ def _holds(found: Estimate, limit: float, at_most: bool) -> float:
         return float(found.value <= limit if at_most else found.value >= limit)
     below = NormalDist(found.value, error).cdf(limit)
     return below if at_most else 1 - below
-
-
-def _with_why(check: Check, why: str) -> Check:
-    return dataclasses.replace(check, why=why)
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -342,3 +320,22 @@ def _nats(value: float, limit: float | None = None) -> str:
 
 def _times(value: float, limit: float | None = None) -> str:
     return f"{value:.2f} times"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """A threshold on one number of an arm."""
+
+    label: str
+    form: Form
+    find: Callable[[Comparison, str], Estimate | None]
+
+
+_OF_ONE = {
+    "kl": _Number("KL divergence to BF16", _nats, lambda c, arm: row.kl if (row := c.fidelity.get(arm)) else None),
+    "top1": _Number(
+        "top-1 agreement with BF16", _percent, lambda c, arm: row.top1 if (row := c.fidelity.get(arm)) else None
+    ),
+    "memory_ratio": _Number("size on disk relative to BF16", _percent, lambda c, arm: c.memory_ratio.get(arm)),
+    "failure_share": _Number("share of failed requests", _percent, lambda c, arm: c.failure_share.get(arm)),
+}

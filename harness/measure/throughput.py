@@ -20,7 +20,7 @@ from harness.measure.subject import Found, Subject
 from harness.records.record import Engine, Record
 from harness.records.serving import ServingData
 from harness.serving.drivers import choose_driver
-from harness.serving.in_process import measure_throughput_interleaved
+from harness.serving.in_process import measure_throughput
 from harness.serving.remote import running_server
 from harness.serving.statistics import summarize
 from harness.serving.sweep import Plan, measure_serving
@@ -44,7 +44,7 @@ def measure(
     subjects: Sequence[Subject], section: Throughput, progress: Callable[[int], object] = lambda runs: None
 ) -> dict[str, Found]:
     """Speed in this process, the arms in turns; by arm."""
-    measured = measure_throughput_interleaved(
+    measured = measure_throughput(
         {subject.arm: subject.loaded.model for subject in subjects},
         **section.model_dump(),
         vocab_size=len(subjects[0].tokenizer),

@@ -33,22 +33,6 @@ def cache_argument(model: Any) -> str:
 
 
 def measure_throughput(
-    model: Any, *, vocab_size: int, batch: int, input_tokens: int, output_tokens: int, repeats: int, seed: int
-) -> ThroughputData:
-    """One model alone. Raises UsageError for a shape that cannot be measured."""
-    measured = measure_throughput_interleaved(
-        {"model": model},
-        vocab_size=vocab_size,
-        batch=batch,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        repeats=repeats,
-        seed=seed,
-    )
-    return measured["model"]
-
-
-def measure_throughput_interleaved(
     models: Mapping[str, Any],
     *,
     vocab_size: int,

@@ -41,9 +41,8 @@ def test_an_nvfp4_folder_is_emulated_and_measured_like_any_other(tiny: LoadedMod
     assert 1e-4 < fidelity.sequences[0].kl_sum / fidelity.sequences[0].tokens < 1.0
     (task,) = score_tasks(packed.model, packed.tokenizer, ["qad_facts"], limit=4).tasks
     assert len(task.items) == 4
-    speed = measure_throughput(
-        packed.model, vocab_size=512, batch=1, input_tokens=8, output_tokens=3, repeats=1, seed=0
-    )  # fmt: skip
+    shape = {"vocab_size": 512, "batch": 1, "input_tokens": 8, "output_tokens": 3, "repeats": 1, "seed": 0}
+    speed = measure_throughput({"ptq": packed.model}, **shape)["ptq"]
     assert [point.phase for point in speed.points] == ["prefill", "decode"]
 
 

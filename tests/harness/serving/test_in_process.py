@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.engines.transformers import LoadedModel
-from harness.serving.in_process import measure_throughput, measure_throughput_interleaved
+from harness.serving.in_process import measure_throughput
 from qad.errors import UsageError
 
 SHAPE = {"vocab_size": 7, "batch": 2, "input_tokens": 5, "output_tokens": 4, "repeats": 3, "seed": 0}
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_tokens_are_counted_and_phases_kept_apart(clock: Clock) -> None:
     model = SlowModel(clock, 0.5, [], "m")
-    prefill, decode = measure_throughput(model, **SHAPE).points
+    prefill, decode = measure_throughput({"m": model}, **SHAPE)["m"].points
     assert (prefill.phase, decode.phase) == ("prefill", "decode")
     assert (prefill.batch, prefill.input_tokens, prefill.output_tokens) == (2, 5, 4)
     assert prefill.tokens_per_s == pytest.approx([2 * 5 / 2.5] * 3)
@@ -71,11 +71,11 @@ def test_tokens_are_counted_and_phases_kept_apart(clock: Clock) -> None:
 
 def test_prompts_differ_between_repeats_and_from_the_warm_up(clock: Clock) -> None:
     model = SlowModel(clock, 0.5, [], "m")
-    measure_throughput(model, **{**SHAPE, "vocab_size": 50_000})
+    measure_throughput({"m": model}, **{**SHAPE, "vocab_size": 50_000})
     prompts = [tuple(p.flatten().tolist()) for p in model.prompts]
     assert len(set(prompts)) == len(prompts) == 4
     again = SlowModel(clock, 0.5, [], "m")
-    measure_throughput(again, **{**SHAPE, "vocab_size": 50_000})
+    measure_throughput({"m": again}, **{**SHAPE, "vocab_size": 50_000})
     assert all(torch.equal(a, b) for a, b in zip(model.prompts, again.prompts, strict=True))
 
 
@@ -83,7 +83,7 @@ def test_arms_are_interleaved_on_the_same_prompts(clock: Clock) -> None:
     journal: list[str] = []
     models = {name: SlowModel(clock, speed, journal, name) for name, speed in (("a", 1.0), ("b", 0.5), ("c", 0.25))}
     ticks: list[int] = []
-    measured = measure_throughput_interleaved(models, **{**SHAPE, "repeats": 2}, progress=ticks.append)
+    measured = measure_throughput(models, **{**SHAPE, "repeats": 2}, progress=ticks.append)
     assert journal == ["a", "b", "c", "a", "b", "c", "c", "b", "a"]
     assert ticks == [1] * 6
     for i in range(3):
@@ -106,7 +106,8 @@ def test_a_real_model_decodes_what_generate_decodes(tiny: LoadedModel, monkeypat
 
     spy.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(tiny.model, "forward", spy)
-    points = measure_throughput(tiny.model, vocab_size=512, batch=2, input_tokens=6, output_tokens=9, repeats=1, seed=3)
+    shape = {**SHAPE, "vocab_size": 512, "batch": 2, "input_tokens": 6, "output_tokens": 9, "repeats": 1, "seed": 3}
+    points = measure_throughput({"m": tiny.model}, **shape)["m"]
     monkeypatch.undo()
     assert all(rate > 0 for point in points.points for rate in point.tokens_per_s)
     prompt, *steps = fed[3:]  # a prefill and two steps of warm-up come before
@@ -134,4 +135,4 @@ def test_a_real_model_decodes_what_generate_decodes(tiny: LoadedModel, monkeypat
 def test_shapes_that_cannot_be_measured(tiny: LoadedModel, change: dict[str, int], message: str) -> None:
     measure: Callable[..., Any] = measure_throughput
     with pytest.raises(UsageError, match=message):
-        measure(tiny.model, **{**SHAPE, **change})
+        measure({"model": tiny.model}, **{**SHAPE, **change})
