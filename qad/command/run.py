@@ -15,13 +15,14 @@ from __future__ import annotations
 import datetime
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 
 from export.card import name_of, with_recovery
 from export.check import check
+from export.rules.findings import finding_lines
 from export.writer import export_arm
 from harness.compare.policy import load_policy
 from harness.compare.recovery import compare
@@ -31,7 +32,7 @@ from harness.measure.subject import Subject
 from harness.records.comparison import Comparison
 from harness.records.record import Record
 from harness.records.verdict import Verdict
-from qad.artifact import MANIFEST, open_artifact, replace_card
+from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
 from qad.command.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
@@ -40,6 +41,7 @@ from qad.lock import only_one
 from qad.model.template_clock import instant, reads_clock, template_clock
 from qad.numerics.compiled import compilation
 from qad.place import require_writable, write_whole, writing
+from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
 from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
@@ -56,10 +58,10 @@ DEFAULT = "drop-1pct"  # the policy whose verdict a report shows
 
 
 class Stopwatch:
-    """Says which stage runs and, at the end, how long each took; a reused one took no time."""
+    """Says which stage of how many runs and, at the end, how long each took."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], stages: int) -> None:
+        self._say, self._stages = say, stages
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> Stopwatch:
@@ -67,7 +69,7 @@ class Stopwatch:
         return self
 
     def __enter__(self) -> None:
-        self._say(f"== {self._name}")
+        self._say(f"== {len(self.seconds) + 1}/{self._stages} {self._name}")
         self._started = time.monotonic()
 
     def __exit__(self, *exc: object) -> None:
@@ -83,18 +85,32 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     """Run everything a recipe asks for; returns the HTML report. redo: trained arms that the recipe would make otherwise are
     replaced. Raises QadError."""
     _require_run_folder(out)
-    clock = Stopwatch(say)
+    kinds = KINDS if recipe.measure.noise_floor else KINDS[:-1]
+    clock = Stopwatch(say, 6 + 2 * len(recipe.methods) + len(kinds))
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
             require_measurable(job, out)
             _require_same_model(job, out)
         with template_clock(_template_time(job, out)):
-            return _run(job, out, say, tracker, clock, redo)
+            return _run(job, out, say, tracker, clock, kinds, redo)
 
 
-def _run(job: Job, out: Path, say: Callable[[str], None], tracker: Tracker, clock: Stopwatch, redo: bool) -> Path:
-    recipe = job.recipe
+def _run(
+    job: Job,
+    out: Path,
+    say: Callable[[str], None],
+    tracker: Tracker,
+    clock: Stopwatch,
+    kinds: Sequence[str],
+    redo: bool,
+) -> Path:
+    recipe, started = job.recipe, now()
+
+    def made(artifact: Artifact) -> None:
+        if str(artifact.manifest["created"]) < started:
+            say(f"   reused, made {artifact.manifest['created']}")
+
     with clock("text"):
         require_enough_text(job, say)
         _require_same_arms(job, out, say, redo)
@@ -103,26 +119,28 @@ def _run(job: Job, out: Path, say: Callable[[str], None], tracker: Tracker, cloc
     with clock("arm bf16"):
         bf16_arm(job, arms / "bf16", replace=True)
     with clock("arm ptq (calibrate)"):
-        ptq_arm(job, arms / "ptq", replace=True)
+        made(ptq_arm(job, arms / "ptq", replace=True))
     for method in recipe.methods:
         with clock(f"arm {method} (train)"):
-            trained_arm(
+            made(trained_arm(
                 job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=redo,
                 watch=functools.partial(tracker.log, method),
-            )  # fmt: skip
+            ))  # fmt: skip
     for name in ("ptq", *recipe.methods):
         with clock(f"export {name}"):
-            export(job, arms / name, exports / name, say)
+            made(export(job, arms / name, exports / name, say))
     measuring = Measuring(_subjects(job, exports), recipe.measure, lambda: job.text["test"], out, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
-        for kind in KINDS if recipe.measure.noise_floor else KINDS[:-1]:
+        for kind in kinds:
             with clock(f"measure {kind}"):
                 getattr(measuring, kind)()
     with clock("report"):
         report = report_run(out, say, tracker=tracker)
     for line in clock.lines():
         say(line)
-    say(f"report: {report}")
+    last = exports / (recipe.methods[-1] if recipe.methods else "ptq")
+    for line in (f"report: {report}", f"checkpoint: {last}", f"serve: vllm serve {last}"):
+        say(line)
     return report
 
 
@@ -133,11 +151,12 @@ def _subjects(job: Job, exports: Path) -> list[Subject]:
     return [Subject.open(arm, folder, job.dtype, seed, name) for arm, folder in folders.items()]
 
 
-def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> None:
+def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> Artifact:
     """Export an arm and say what the checker warns of. Raises BrokenCheckpointError where it refuses the folder."""
-    export_arm(arm, out, layout=job.recipe.export.layout, shard_size=job.recipe.export.shard_size, replace=True)
-    for finding in check(out):
-        say(f"{finding.severity}: {finding.rule} {clean(finding.module)}: {clean(finding.message, 2000)}")
+    made = export_arm(arm, out, layout=job.recipe.export.layout, shard_size=job.recipe.export.shard_size, replace=True)
+    for line in finding_lines(check(out)):
+        say(line)
+    return made
 
 
 def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
