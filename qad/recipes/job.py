@@ -21,6 +21,7 @@ from qad.model.loader import default_device, load_model, load_skeleton, load_tok
 from qad.model.names import names_of
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
+from qad.recipes.apart import one_document_a_row
 from qad.recipes.recipe import Recipe
 from qad.recipes.trainable import check_patterns
 from qad.text.data import Data, Generations
@@ -44,6 +45,7 @@ class Job:
     teacher: Checkpoint  # the source, unless the recipe names a larger one
     shared_ids: int  # how many ids of the vocabulary student and teacher compare
     text_folder: Path | None = None
+    rows: bool = False  # one document a window, as the model does not keep packed ones apart
 
     @functools.cached_property
     def text(self) -> dict[str, list[Part]]:
@@ -91,14 +93,14 @@ class Job:
         """Packed once and kept in text_folder/windows/ROLE, for as long as text, tokenizer and settings are the same."""
         time = instant() if reads_clock(self.tokenizer) else None
         config = {"packing": 1, "windows": windows, "seq_len": seq_len, "seed": seed, "loss_on": loss_on,
-                  "template_time": time and time.isoformat()}  # fmt: skip
+                  "template_time": time and time.isoformat(), **({"rows": True} if self.rows else {})}  # fmt: skip
         inputs = {"text": self._contents(role), "tokenizer": self.source.digest}
         key = canonical([role, config])
         if key not in self._packed:
             parts = self.text[role]
 
             def work(folder: Path) -> None:
-                pack(folder, parts, self.tokenizer, windows, seq_len, seed, what, loss_on)
+                pack(folder, parts, self.tokenizer, windows, seq_len, seed, what, loss_on, self.rows)
 
             out = (self.text_folder or self._scratch) / "windows" / role
             self._packed[key] = StoredWindows(run_stage("windows", out, config, inputs, work, replace=True).path)
@@ -151,7 +153,10 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     teacher, shared = _teacher(recipe, source, tokenizer, skeleton)
     if teacher is not source:
         say(f"       learns from {teacher.display_name}, {shared:,} shared ids")
-    job = Job(recipe, source, selection, tokenizer, device, dtype, teacher, shared, text_folder)
+    other = load_skeleton(teacher) if teacher is not source else None
+    computes = recipe.calibrate or recipe.train
+    rows = one_document_a_row(skeleton, selection, other, say) if computes else False
+    job = Job(recipe, source, selection, tokenizer, device, dtype, teacher, shared, text_folder, rows)
     if any(isinstance(part, Generations) for data, _ in _needs(recipe) for part in data.root):
         for data, need in _needs(recipe):
             require_readable(data, need.role)
@@ -247,7 +252,8 @@ def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None
         counted = (
             f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
         )
-        say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}")
+        padding = f", {packed.padding / packed.tokens:.0%} of it padding" if packed.padding else ""
+        say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}{padding}")
     return {role: packed.tokens for role, packed in windows.items()}
 
 

@@ -1,8 +1,9 @@
 """Documents packed end to end into windows, and documents that are evaluated one by one.
 
 Packing puts documents end to end into windows [S, T] without padding. `position_ids` restart at every document;
-transformers derives from them an attention mask that keeps documents apart (attention_mask must be None). Padding, where
-a caller adds it, is a document of its own: no real token attends to it.
+transformers derives from them an attention mask that keeps documents apart (attention_mask must be None). Where that does
+not keep them apart (recurrent layers; qad.model.isolation), a window holds one document and padding behind it, which no
+real token sees and no loss counts.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ def pack(
     seed: int,
     what: str,
     loss_on: Literal["all", "assistant"] = "all",
+    rows: bool = False,
 ) -> StoredWindows:
     """Pack shuffled documents into `windows` windows of `seq_len` tokens, into a folder; no token is used twice.
 
     A document that does not fit goes on in the next window as a new one. The order depends on `seed` alone.
+    rows: one document a window, padded.
     Raises DataError where the text is too short, saying how many tokens there are, and where nothing of it would count.
     """
     draw = Draw(parts, seed)
-    with WindowWriter(folder, windows, seq_len, loss_on == "all") as writer:
+    with WindowWriter(folder, windows, seq_len, loss_on == "all", _padding(tokenizer) if rows else None) as writer:
         for part, doc in draw:
             said: list[bool] | None = None
             if loss_on == "assistant":
@@ -156,3 +159,9 @@ def sequences(
         f"the test split needs {tokens:,} tokens in documents of {minimum} or more but {draw.exhausted}: "
         "ask for fewer or give more text"
     )
+
+
+def _padding(tokenizer: Any) -> int:
+    """An id that the model knows."""
+    named = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((int(token) for token in named if token is not None), 0)

@@ -3,7 +3,7 @@
 On disk, made once and memory-mapped by every process that reads it; 5 bytes a token:
 
     ids.int32        [S, T]  token ids
-    marks.uint8      [S, T]  bit 0: a document begins here; bit 1: the assistant says it
+    marks.uint8      [S, T]  bit 0: a document begins here; bit 1: the assistant says it; bit 2: it is padding
     counts.int32     [S]     positions in the loss
     windows.json             shape, whether everything counts, tokens by source, digest
 
@@ -30,14 +30,15 @@ from torch import Tensor
 from qad.text.documents import generator_of
 
 NO_LABEL = -100  # what torch's cross-entropy ignores
-_BEGINS, _SAID = 1, 2
+_BEGINS, _SAID, _PADS = 1, 2, 4
 _ROWS = 1 << 17  # tokens that are derived at one time
 
 
 class WindowSet(abc.ABC):
-    """Packed windows of seq_len tokens, wherever they are."""
+    """Packed windows of seq_len tokens, wherever they are. sources: tokens by source. padding: tokens that are none."""
 
     sources: Mapping[str, int]
+    padding: int
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -71,8 +72,9 @@ class WindowSet(abc.ABC):
         return int(self.counts.sum())
 
     def facts(self) -> dict[str, Any]:
-        """What a report says about them: tokens, positions in the loss, tokens by source."""
-        return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources)}
+        """What a report says about them: tokens, positions in the loss, tokens by source, and padding where there is any."""
+        padding = {"padding": self.padding} if self.padding else {}
+        return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources), **padding}
 
     def batches(self, size: int) -> Iterator[Windows]:
         """All windows in order, `size` at a time."""
@@ -108,18 +110,29 @@ class Windows(WindowSet):
     counted_ST: Tensor
     labels_ST: Tensor
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    padding: int = 0
 
     @classmethod
-    def of(cls, input_ids_ST: Tensor, position_ids_ST: Tensor, supervised_ST: Tensor | None = None) -> Windows:
+    def of(
+        cls,
+        input_ids_ST: Tensor,
+        position_ids_ST: Tensor,
+        supervised_ST: Tensor | None = None,
+        real_ST: Tensor | None = None,
+    ) -> Windows:
         """Derive labels and counted positions. supervised_ST: bool [S, T], True for tokens to be learned: position t counts
-        where token t+1 is in the same document and supervised. None: every position counts."""
+        where token t+1 is in the same document and supervised. None: every position counts. real_ST: bool [S, T], False for
+        padding; None: there is none."""
         follows_ST = torch.zeros_like(input_ids_ST, dtype=torch.bool)
         follows_ST[:, :-1] = position_ids_ST[:, 1:] == position_ids_ST[:, :-1] + 1
         labels_ST = torch.where(follows_ST, input_ids_ST.roll(-1, dims=1), NO_LABEL)
         counted_ST = (
             torch.ones_like(follows_ST) if supervised_ST is None else follows_ST & supervised_ST.roll(-1, dims=1)
         )
-        return cls(input_ids_ST, position_ids_ST, counted_ST, labels_ST)
+        if real_ST is not None:
+            counted_ST, labels_ST = counted_ST & real_ST, labels_ST.masked_fill(~real_ST, NO_LABEL)
+        padding = 0 if real_ST is None else int((~real_ST).sum())
+        return cls(input_ids_ST, position_ids_ST, counted_ST, labels_ST, padding=padding)
 
     def __len__(self) -> int:
         return self.input_ids_ST.shape[0]
@@ -148,6 +161,7 @@ class StoredWindows(WindowSet):
         self._folder = folder
         self._facts = json.loads((folder / "windows.json").read_text(encoding="utf-8"))
         self.sources = self._facts["sources"]
+        self.padding = int(self._facts.get("padding", 0))
         self._ids_ST, self._marks_ST = self._map("ids.int32"), self._map("marks.uint8")
 
     def __len__(self) -> int:
@@ -172,7 +186,8 @@ class StoredWindows(WindowSet):
         place_T = torch.arange(self.seq_len)
         positions_BT = place_T - torch.where(begins_BT, place_T, 0).cummax(1).values
         said_BT = None if self._facts["all_count"] else (marks_BT & _SAID).bool()
-        return Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT)
+        real_BT = (marks_BT & _PADS) == 0 if "padding" in self._facts else None
+        return Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT, real_BT)
 
     def _map(self, name: str) -> Tensor:
         """Copy on write, which nobody does: torch warns of what cannot be written."""
@@ -184,12 +199,14 @@ class WindowWriter:
     """Fills a folder with `windows` windows of `seq_len` tokens, document after document; memory does not grow with them.
 
     all_count: every position is in the loss, whoever says it.
+    pad_id: what fills a window behind a document's end; None: the next document does.
     """
 
-    def __init__(self, folder: Path, windows: int, seq_len: int, all_count: bool) -> None:
+    def __init__(self, folder: Path, windows: int, seq_len: int, all_count: bool, pad_id: int | None = None) -> None:
         self.room = windows * seq_len
-        self._folder = folder
+        self._folder, self._pad_id = folder, pad_id
         self._facts = {"windows": windows, "seq_len": seq_len, "all_count": all_count}
+        self._facts |= {} if pad_id is None else {"padding": 0}
         self._ids, self._marks = ((folder / name).open("wb") for name in ("ids.int32", "marks.uint8"))
 
     def add(self, ids: list[int], said: list[bool] | None) -> int:
@@ -198,10 +215,19 @@ class WindowWriter:
         if taken:
             marks = np.zeros(taken, np.uint8) if said is None else np.array(said[:taken], np.uint8) * np.uint8(_SAID)
             marks[0] |= _BEGINS
-            self._ids.write(np.array(ids[:taken], np.int32).data)
-            self._marks.write(marks.data)
-            self.room -= taken
+            self._write(np.array(ids[:taken], np.int32), marks)
+            missing = self.room % self._facts["seq_len"]
+            if self._pad_id is not None and missing:
+                marks = np.full(missing, _PADS, np.uint8)
+                marks[0] |= _BEGINS
+                self._write(np.full(missing, self._pad_id, np.int32), marks)
+                self._facts["padding"] += missing
         return taken
+
+    def _write(self, ids: np.ndarray, marks: np.ndarray) -> None:
+        self._ids.write(ids.data)
+        self._marks.write(marks.data)
+        self.room -= len(ids)
 
     def __enter__(self) -> WindowWriter:
         return self

@@ -64,8 +64,9 @@ class AmaxObserver:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             inputs = args[0].detach()
             if self.counted_BT is not None:
+                counted_t = self.counted_BT.flatten()
                 expert = parent.positions_t if isinstance(parent, Expert) else None
-                inputs = inputs[self.counted_BT if expert is None else self.counted_BT.flatten()[expert]]
+                inputs = inputs.flatten(0, -2)[counted_t if expert is None else counted_t[expert]]
             if not inputs.numel():
                 return
             amax = inputs.abs().amax().float()

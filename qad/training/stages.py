@@ -202,7 +202,8 @@ def _training(job: Job, method: Method) -> dict[str, Any]:
     recipe = {"train": {**train, "method": method}, "quantize": job.recipe.section("quantize"),
               "calibrate": arm_settings(job.recipe, "ptq")["calibrate"], "text": text, "source": job.source.digest,
               "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
-    return {"seed": job.train_seed, "recipe": recipe}
+    rows = {"rows": True} if job.rows else {}  # one document a window
+    return {"seed": job.train_seed, "recipe": {**recipe, **rows}}
 
 
 def _teacher_cache(job: Job, teacher: Any, windows: WindowSet, out: Path) -> TeacherCache | None:

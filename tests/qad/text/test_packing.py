@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,32 @@ def test_evaluation_keeps_the_shares_of_a_blend_and_leaves_short_documents_out(t
 def test_conversations_are_evaluated_as_the_template_writes_them(tokenizer: Any) -> None:
     chosen = sequences([part(chats(9))], tokenizer, tokens=100, seq_len=200, seed=0)
     assert all(tokenizer.decode(ids).startswith("<|im_start|>user\n") for _, ids in chosen.pairs)
+
+
+def test_one_document_a_row_is_padded_and_counts_what_is_real() -> None:
+    docs_ = [Document.of_ids(range(10, 10 + n)) for n in (5, 9, 3)]
+    none = types.SimpleNamespace(pad_token_id=0)
+    windows = pack_in_memory([part(docs_)], none, 5, 4, 0, "x", rows=True)
+    assert windows.input_ids_ST.shape == (5, 4)
+    starts = [row[0] for row in windows.input_ids_ST.tolist()]
+    real = windows.input_ids_ST != 0
+    assert windows.padding == int((~real).sum()) > 0
+    assert torch.equal(windows.counted_ST, real)
+    assert windows.counted == sum(windows.sources.values())
+    for row, ids in enumerate(windows.input_ids_ST.tolist()):
+        n = int(real[row].sum())
+        assert real[row, :n].all()  # padding behind, never in between
+        assert windows.position_ids_ST[row].tolist() == [*range(n), *range(4 - n)]
+        assert windows.labels_ST[row].tolist() == [*ids[1:n], *[NO_LABEL] * (4 - n + 1)]
+    assert starts[0] in (10, 14, 18)
+    assert windows.facts()["padding"] == windows.padding
+    packed = pack_in_memory([part(docs_)], none, 4, 4, 0, "x")
+    assert packed.padding == 0
+    assert "padding" not in packed.facts()
+
+
+def test_what_the_assistant_says_is_learned_in_rows_as_in_packed_windows(tokenizer: Any) -> None:
+    windows = pack_in_memory([part(chats(40))], tokenizer, 8, 64, 0, "x", "assistant", rows=True)
+    assert windows.padding > 0
+    assert (windows.labels_ST[windows.counted_ST] != NO_LABEL).all()
+    assert 0 < windows.counted < windows.tokens - windows.padding
