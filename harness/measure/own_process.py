@@ -37,6 +37,10 @@ def run_apart(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) ->
                 f"the process that ran {function.__name__} was killed, by the system where memory ran out: free some, or "
                 "measure less at a time"
             ) from error
+        except KeyboardInterrupt:  # which the child has not heard of where it is a signal to this process alone
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
     after = _free()
     if before and after and after[0] < before[0] - _MARGIN * before[1]:
         lost = (before[0] - after[0]) / 1e9

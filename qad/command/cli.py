@@ -1,7 +1,7 @@
 """The command `qad`. Parsing only: each command imports what it needs when it runs, so that --help is instant.
 
 Exit codes of every command: 0 ok, 1 a negative verdict (broken checkpoint, gate failed), 2 usage or input error, 3 inconclusive,
-130 interrupted.
+128 + n ended by signal n: 130 for Ctrl-C, 143 for SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from qad import __version__
 from qad.command import arguments
 from qad.command import measure as measure_command
 from qad.command.places import decide, models, require_arm_place, require_place
+from qad.command.stopped import exit_code, stoppable
 from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
 from qad.place import FULL, not_written, require_apart
 from qad.untrusted import clean
 
-INTERRUPTED = 130
 _SOMEWHERE = "standard output or a file of a library (TMPDIR, HF_HOME)"
 _LAYOUTS = ["modelopt", "compressed-tensors"]
 
@@ -33,20 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     quiet_third_parties()
     try:
-        decide(args)
-        command: Callable[[argparse.Namespace], int] = args.command
-        if getattr(args, "trust_remote_code", False):
-            from qad.model.loader import remote_code
-
-            with remote_code(True):
-                return command(args)
-        return command(args)
+        with stoppable():
+            return _run_command(args)
     except QadError as error:
         tell(f"qad: error: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        tell("\nqad: interrupted; finished stages and the last saved state are kept, run it again to go on")
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        by = f" by {error}" if str(error) else ""
+        tell(f"\nqad: interrupted{by}; finished stages and the last saved state are kept, run it again to go on")
+        return exit_code(error)
     except BrokenPipeError:
         forget_output()
         return 0
@@ -57,6 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget_output()
         tell(f"qad: error: {failed}")
         return failed.exit_code
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    decide(args)
+    command: Callable[[argparse.Namespace], int] = args.command
+    if getattr(args, "trust_remote_code", False):
+        from qad.model.loader import remote_code
+
+        with remote_code(True):
+            return command(args)
+    return command(args)
 
 
 def _parser() -> argparse.ArgumentParser:

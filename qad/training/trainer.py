@@ -81,6 +81,7 @@ class Trainer:
         self.train_windows, self.validation_windows = train, validation
         self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
+        self._whole = False  # masters, moments and progress are those of one finished step
         first_names = {next(iter(student.stored.parts(n, m))): m for n, m in student.masters.items()}
         self.optimizer = make_optimizer(config, first_names)
         if config.activation_checkpointing:
@@ -99,8 +100,13 @@ class Trainer:
                 unit_scale=True, desc="train", mininterval=2.0, smoothing=0.1,
             )  # fmt: skip
             with bar:
-                while self.progress.step < self.config.steps and not self._out_of_patience():
-                    self._advance(bar)
+                try:
+                    while self.progress.step < self.config.steps and not self._out_of_patience():
+                        self._advance(bar)
+                except KeyboardInterrupt:
+                    if self._whole:
+                        self._save()
+                    raise
             self._watch_movement()
         self._warn_of_the_end()
         best = self.folder / "best.safetensors"
@@ -115,7 +121,10 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         self.student.quantize_inputs(step > self.config.weight_only_steps)
         loss = self._backward(step)
-        if loss is not None:
+        self._whole = False
+        if loss is None:
+            self.progress.steps_without_tokens += 1
+        else:
             torch.nn.utils.clip_grad_norm_(
                 [m for m in self.student.masters.values() if m.requires_grad], self.config.clip
             )
@@ -128,7 +137,8 @@ class Trainer:
         found = self._validated() if step % self.config.validate_every == 0 or last else None
         self._record(step, loss, lr, round(rate, 1), found)
         if step % self.config.save_every == 0 or last:
-            save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
+            self._save()
+        self._whole = True
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
         bar.set_postfix({**shown, name: "-" if loss is None else f"{loss:.4f}"}, refresh=False)
@@ -142,7 +152,6 @@ class Trainer:
         index = self.train_windows.indices(step, self.config.batch_size, self.seed)
         counted = int(self.train_windows.counts[index].sum())
         if counted == 0:
-            self.progress.steps_without_tokens += 1
             warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)
             return None
         total = 0.0
@@ -214,6 +223,12 @@ class Trainer:
 
     # --- state ---
 
+    def _save(self) -> None:
+        """The state of the last finished step, where it is not there yet."""
+        step = self.progress.step
+        if not (self.folder / f"state-{step:08d}").is_dir():
+            save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
+
     def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
         """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""
         name = self.objective.name
@@ -232,6 +247,7 @@ class Trainer:
             (self.folder / "best.safetensors").unlink(missing_ok=True)
             return False
         progress, masters = found
+        self._whole = True
         self.progress = Progress(**progress)
         self.student.load_masters(masters)
         if self.log.is_file():
