@@ -205,11 +205,10 @@ def _nemo_task(file: Path, task: str) -> TaskScore:
     items, seen = [], set()
     for row in rows:
         problem = str(row["problem_idx"])
-        if (problem, row.get("repeat")) in seen:
-            raise DataError(
-                f"{file} holds problem {clean(problem)}, repeat {row.get('repeat') or 0}, twice: give the file of one run"
-            )
-        seen.add((problem, row.get("repeat")))
+        repeat = row.get("repeat") or 0
+        if (problem, repeat) in seen:
+            raise DataError(f"{file} holds problem {clean(problem)}, repeat {repeat}, twice: give the file of one run")
+        seen.add((problem, repeat))
         target = digest_of(row["expected_answer"]) if row.get("expected_answer") is not None else ""
         items.append(Item(problem, "", target, problem, float(row["reward"])))
     return TaskScore(
