@@ -29,7 +29,7 @@ from qad.model.experts import Projections, conversions_of_split, join_experts, s
 from qad.model.names import name_tensors, names_of
 from qad.numerics.formats import FORMATS, INPUT_SCALE, MIXED, Stored, announced_algorithm
 from qad.numerics.grouped import ExpertInputs, quantize_experts
-from qad.numerics.linear import QuantizedLinear
+from qad.numerics.linear import QuantizedLinear, share_inputs
 from qad.untrusted.safetensors_header import Entry, read_header
 
 METHOD = "modelopt"
@@ -178,6 +178,7 @@ class ModelOptHfQuantizer(HfQuantizer):
             if isinstance(module, PackedLinear):
                 _replace(model, name, module.decode(dtype))
         joined = join_experts(model, _share_inputs)
+        share_inputs(model)
         quantize_experts(model, {name: _inputs_of(experts[0]) for name, experts in joined.items()})
         return model
 
