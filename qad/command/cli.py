@@ -79,6 +79,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--redo", action="store_true", help="make trained arms again that the recipe would make otherwise")
 
+    sub = _command(commands, "init", _init, "write a commented recipe to begin with")
+    sub.add_argument(
+        "--model", type=arguments.text, required=True, metavar="DIR", help="BF16 folder, or owner/name on the hub"
+    )
+    sub.add_argument(
+        "--data", type=arguments.path, required=True, metavar="FILE", help="text or JSONL, in the model's own domain"
+    )
+    sub.add_argument("--gpu", metavar="NAME", help="the machine it will run on, such as h200 (default: this one)")
+    sub.add_argument("--gpus", type=arguments.count, default=1, metavar="N", help="how many of them (default: 1)")
+    sub.add_argument("--out", type=arguments.path, metavar="FILE", help="recipe to write (default: standard output)")
+    _trust(sub)
+
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
     _recipe(sub)
 
@@ -221,6 +233,23 @@ def _run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     require_apart(args.out, models(recipe))
     run(recipe, args.out, say, args.redo)
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    from qad.command.init import starter_recipe
+    from qad.place import require_writable, write_whole
+
+    if args.out is not None:
+        if args.out.exists():
+            raise UsageError(f"--out {args.out} exists: choose another file, or remove it")
+        require_writable(args.out)
+    text = starter_recipe(args.model, args.data, args.gpu, args.gpus)
+    if args.out is None:
+        print(text, end="")
+        return 0
+    write_whole(args.out, text)
+    say(f"recipe: {args.out}\nnext: qad plan {args.out}")
     return 0
 
 
