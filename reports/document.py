@@ -99,19 +99,13 @@ METHOD = [
         "Studentised cluster bootstrap over sequences, 4,000 resamples with a fixed seed, widened by Student’s t; for KL on the "
         "log scale. In simulation it covers 93–97 % with 8 and with 24 sequences whose KL differs up to threefold.",
     ),
-    (
-        "Perplexity gap closed",
-        "(PTQ − QAD) / (PTQ − BF16), given only where the interval of the PTQ gap lies above 0.",
-    ),
-    (
-        "Speed",
-        "Repeats of the arms are interleaved; ratios are paired by repeat, with Student’s t on their logs.",
-    ),
+    ("Perplexity gap closed", "(PTQ − QAD) / (PTQ − BF16), given only where the interval of the PTQ gap lies above 0."),
+    ("Speed", "Repeats of the arms are interleaved; ratios are paired by repeat, with Student’s t on their logs."),
     (
         "Size",
         "From the safetensors headers; effective bits are bits on disk per logical parameter, a tied tensor counted once.",
     ),
-]  # fmt: skip
+]
 
 
 def document(
@@ -129,11 +123,7 @@ def document(
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "at an unknown time"
     arms = people_list([arm_name(arm) for arm in comparison.arms]) if comparison.arms else "no arm"
     sections = [
-        Section(
-            "summary",
-            "Summary",
-            _kept(details.checks(verdict), tables.summary(comparison, records)),
-        ),
+        Section("summary", "Summary", _kept(details.checks(verdict), tables.summary(comparison, records))),
         Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
         Section("training", "Training", _training(run, comparison)),

@@ -36,11 +36,7 @@ class Asking:
     """
 
     def __init__(
-        self,
-        lm: Any,
-        journal: Journal,
-        think_end: str | None,
-        progress: Callable[[int, int], object] | None = None,
+        self, lm: Any, journal: Journal, think_end: str | None, progress: Callable[[int, int], object] | None = None
     ) -> None:
         self.lm, self.journal, self.think_end, self.progress = lm, journal, think_end, progress
         self.seed = 0

@@ -132,7 +132,7 @@ class _Pass:
 
 def _row(
     name: str, sample: dict[str, Any], metric: str, answer: Answer | None, number: int, seed: int, prompt: Any
-) -> Sample:  # fmt: skip
+) -> Sample:
     response = sample["filtered_resps"][0]
     return Sample(
         task=name, filter=sample["filter"], doc_hash=sample["doc_hash"], prompt_hash=sample["prompt_hash"],
@@ -168,9 +168,7 @@ def _assembled(suite: Suite, ready: list[ReadyTask], parts: dict[str, list[_Pass
     return Measured(AccuracyData(scores), samples)
 
 
-def _scores(
-    name: str, group: list[ReadyTask], parts: dict[str, list[_Pass]]
-) -> list[tuple[TaskScore, list[Sample]]]:  # fmt: skip
+def _scores(name: str, group: list[ReadyTask], parts: dict[str, list[_Pass]]) -> list[tuple[TaskScore, list[Sample]]]:
     """One TaskScore a filter, in the order lm-eval applied them, and its samples."""
     first, lead = group[0], parts[group[0].name][0]
     found = []

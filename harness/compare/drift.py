@@ -66,7 +66,7 @@ def _tokens(score: TaskScore, order: Sequence[int]) -> tuple[Floats, np.ndarray]
 
 def _length_ratio(
     scores: Mapping[str, TaskScore], order: Mapping[str, list[int]], arm: str, cluster: Ints
-) -> Estimate | None:  # fmt: skip
+) -> Estimate | None:
     if BASELINE not in scores:
         return None
     (top, ours), (bottom, theirs) = (_tokens(scores[name], order[name]) for name in (arm, BASELINE))

@@ -242,9 +242,7 @@ def _holds(found: Estimate, limit: float, at_most: bool) -> float:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _paragraph(
-    comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]
-) -> str:  # fmt: skip
+def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]) -> str:
     outcome = outcomes[arm]
     named = "; ".join(check.why for check in checks if check.outcome == outcome)
     lead = _lead(comparison, arm)

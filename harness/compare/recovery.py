@@ -21,7 +21,7 @@ from harness.compare.comparable import (
     require_same_targets,
     task_keys,
     task_scores,
-)  # fmt: skip
+)
 from harness.compare.contrasts import MARGIN, PairedScores, contrasts
 from harness.compare.distance import compare_fidelity
 from harness.compare.drift import output_rows

@@ -73,15 +73,11 @@ def measure_offline(
     }  # fmt: skip
 
 
-def _run(
-    place: tuple[Path, Path], plan: Plan, offline: Offline, tokenizer: Any, turn: int, cell: int
-) -> BenchRun:  # fmt: skip
+def _run(place: tuple[Path, Path], plan: Plan, offline: Offline, tokenizer: Any, turn: int, cell: int) -> BenchRun:
     folder, out = place
     concurrency, input_tokens, output_tokens = plan.cells()[cell]
     texts = random_prompts(tokenizer, plan.count(concurrency), input_tokens, [plan.seed, turn, cell])
-    lines = [
-        {"task_id": number, "prompt": text, "output_tokens": output_tokens} for number, text in enumerate(texts)
-    ]  # fmt: skip
+    lines = [{"task_id": number, "prompt": text, "output_tokens": output_tokens} for number, text in enumerate(texts)]
     out.mkdir(parents=True, exist_ok=True)
     dataset = out / f"{turn}-{cell}.jsonl"
     dataset.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

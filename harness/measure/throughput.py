@@ -104,9 +104,7 @@ def measure_benched(
     return _written(measured, sources, paths, settings, started, say)
 
 
-def _placed(
-    folders: Sequence[Path], arms: Sequence[str], out: Path
-) -> tuple[dict[str, Checkpoint], dict[str, Path]]:  # fmt: skip
+def _placed(folders: Sequence[Path], arms: Sequence[str], out: Path) -> tuple[dict[str, Checkpoint], dict[str, Path]]:
     """What is measured and where its record goes, by arm."""
     if len(arms) != len(folders) or len(set(arms)) != len(arms):
         raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")

@@ -40,7 +40,7 @@ from harness.statistics.intervals import (
     cluster_totals,
     paired_ratio_interval,
     student_t,
-)  # fmt: skip
+)
 from harness.statistics.resampling import RESAMPLES, SEED, resampled_sums
 
 AVERAGED = 2  # benchmarks: their median is a mean, which noise does not move to one side

@@ -28,7 +28,7 @@ from harness.statistics.intervals import (
     paired_ratio_interval,
     student_t,
     tango,
-)  # fmt: skip
+)
 
 NON_INFERIORITY_LEVEL = 0.95
 POWER = 0.8

@@ -23,7 +23,7 @@ from harness.statistics.intervals import (
     cluster_totals,
     few_clusters,
     student_t,
-)  # fmt: skip
+)
 
 RESAMPLES = 4000
 SEED = 20_25

@@ -99,10 +99,7 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> Found:
     if rows and PTQ in comparison.arms and QAD in comparison.arms and comparison.kl_ratio is None:
         yield "KL of QAD relative to PTQ", "n/a: it takes the KL of both, and one of PTQ above 0"
     if cached := _quantized_caches(records):
-        yield (
-            f"Quantized KV cache of {people_list(cached)}",
-            "not measured: transformers keeps K and V as they are",
-        )
+        yield (f"Quantized KV cache of {people_list(cached)}", "not measured: transformers keeps K and V as they are")
 
 
 def _settings(records: list[Record], arm: str) -> dict[str, object]:

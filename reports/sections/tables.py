@@ -10,16 +10,7 @@ from collections.abc import Callable
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow, standing
 from harness.records.record import MemoryData, Record, ThroughputData, ThroughputPoint
 from qad.untrusted import clean
-from reports.numbers import (
-    gigabytes,
-    interval,
-    percent,
-    percent_interval,
-    plural,
-    points_interval,
-    signed,
-    significant,
-)
+from reports.numbers import gigabytes, interval, percent, percent_interval, plural, points_interval, signed, significant
 from reports.parts import Cell, Group, Row, Table
 from reports.sections.outcome import BASELINE, arm_name, emulated_arms, engine_tags, filter_note
 

@@ -15,11 +15,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import (
-    kFp8StaticTensorSym,
-    kNvfp4Dynamic,
-    kNvfp4Static,
-)
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic, kNvfp4Static
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
