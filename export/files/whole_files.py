@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qad import provenance
 from qad.artifact import STAGE_FILE, sha256_file
 from qad.place import write_whole_json
+from qad.progress import Progress
 
 RECORD = "shards.json"
 
@@ -71,6 +70,6 @@ def _same(path: Path, facts: dict[str, Any]) -> bool:
     return path.is_file() and path.stat().st_size == facts["bytes"] and sha256_file(path) == facts["sha256"]
 
 
-def byte_progress(what: str, total: int, files: WholeFiles) -> tqdm[Any]:
+def byte_progress(what: str, total: int, files: WholeFiles) -> Progress:
     """A bar of tensor bytes; those of files kept from an interrupted run count as written."""
-    return tqdm(total=total, initial=min(files.bytes, total), unit="B", unit_scale=True, desc=what, mininterval=2.0)
+    return Progress(what, total, "B", min(files.bytes, total))

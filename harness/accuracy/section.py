@@ -12,8 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from harness.accuracy.in_memory import InMemory
 from harness.accuracy.journal import Journal
 from harness.accuracy.quiet import quiet
@@ -24,6 +22,7 @@ from harness.accuracy.suite import Suite, load_suite, of_tasks
 from harness.accuracy.task_files import Places, load_tasks, require_known
 from harness.records.record import AccuracyData, Engine
 from qad.errors import StorageError
+from qad.progress import Progress
 from qad.recipes.recipe import Accuracy
 
 
@@ -95,11 +94,11 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
     identity: of weights and engine, everything that answers depend on beside the request.
     """
     journal = Journal(answers_path(record), {**identity, "think_end": scoring.suite.think_end})
-    with tqdm(desc="accuracy", unit="req", mininterval=2.0) as bar:
+    with Progress("accuracy", None, "req") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.update(done - bar.done)
 
         try:
             measured = measure_suite(

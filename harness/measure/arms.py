@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from harness.accuracy.section import Scoring, finished
 from harness.engines.available import run_engine
 from harness.fidelity.section import test_sequences
@@ -18,6 +16,7 @@ from harness.memory.served import memory_of, memory_settings
 from harness.records import record as records
 from harness.serving.sweep import Plan
 from qad.errors import EngineError, LoadToolError, UsageError
+from qad.progress import Progress
 from qad.recipes.recipe import Fidelity, Measure, Throughput
 from qad.text.documents import Part
 from qad.text.packing import Sequences
@@ -65,7 +64,7 @@ class Measuring:
         if not missing:
             return
         started = time.monotonic()
-        with tqdm(total=len(text.pairs), desc="fidelity", unit="seq", mininterval=2.0) as bar:
+        with Progress("fidelity", len(text.pairs), "seq") as bar:
             found = fidelity.measure(missing, self.subjects[fidelity.TEACHER], section, text, settings, bar.update)
         for subject in missing:
             subject.write(self._path("fidelity", subject), found[subject.arm], started)
@@ -97,7 +96,7 @@ class Measuring:
         if not self._missing("throughput", throughput.settings(section, subjects[0])):
             return
         started = time.monotonic()
-        with tqdm(total=len(subjects) * section.repeats, desc="throughput", unit="run", mininterval=2.0) as bar:
+        with Progress("throughput", len(subjects) * section.repeats, "run") as bar:
             found = throughput.measure(subjects, section, bar.update)
         for subject in subjects:
             subject.write(self._path("throughput", subject), found[subject.arm], started)

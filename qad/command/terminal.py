@@ -37,7 +37,8 @@ def quiet_third_parties() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("torchao", "torch.utils._pytree"):  # where torchao is installed: GPU kernels that a CPU cannot load
+    # torchao's GPU kernels that a CPU cannot load, and what torch thinks of it; matplotlib's first list of fonts.
+    for name in ("torchao", "torch.utils._pytree", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:

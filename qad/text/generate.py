@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from qad.artifact import Artifact, open_artifact, run_stage
 from qad.errors import ArtifactError, DataError
 from qad.model.source import Checkpoint
+from qad.progress import Progress
 from qad.text.chat import encode_chat
 from qad.text.data import Generations
 from qad.text.documents import Document, Part, digest_documents, generator_of, shuffled
@@ -104,8 +104,7 @@ class TeacherText:
         """What is still to be written behind `done`."""
         tokens, made = sum(need.useful(len(doc.ids or ())) for doc in done), len(done)
         queue = itertools.islice(self._prompts(settings, prompts), made, None)
-        with tqdm(total=wanted, initial=tokens, unit="tok", unit_scale=True, desc=f"generate {need.role}",
-                  mininterval=2.0) as bar:  # fmt: skip
+        with Progress(f"generate {need.role}", wanted, "tok", tokens) as bar:
             while tokens < wanted:
                 batch = list(itertools.islice(queue, settings.batch_size))
                 if not batch or made > 64 + wanted:

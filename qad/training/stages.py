@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
@@ -24,6 +22,7 @@ from qad.numerics.finite import first_not_finite
 from qad.numerics.formats import FORMATS
 from qad.numerics.nvfp4 import FrozenScales
 from qad.numerics.scale_search import search_scales
+from qad.progress import Progress
 from qad.recipes.job import Job, _needs
 from qad.recipes.recipe import Method, Recipe
 from qad.recipes.trainable import trainable_names
@@ -104,7 +103,7 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         found, section = Calibration({}, {}, ()), job.recipe.calibrate
         if section and windows and (job.selection.quantizes_activations or policy in CALIBRATES):
             model, headroom = _calibrated_model(job), section.headroom
-            with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="calibrate", mininterval=2.0) as bar:
+            with Progress("calibrate", windows.tokens, "tok") as bar:
                 found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
         facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
         if found.without_tokens:
@@ -135,7 +134,7 @@ def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
     frozen: dict[str, FrozenScales] = {}
     with (
         compilation(True if total >= _COMPILE_FROM else None),
-        tqdm(total=total, unit="weight", unit_scale=True, desc=f"{strategy} scales", mininterval=2.0) as bar,
+        Progress(f"{strategy} scales", total, "weight") as bar,
     ):
         for group in groups:
             weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
@@ -211,7 +210,7 @@ def _teacher_cache(job: Job, teacher: Any, windows: WindowSet, out: Path) -> Tea
     if k is None:
         return None
     inputs = {"teacher": job.teacher.digest, "windows": windows.digest}
-    with tqdm(total=windows.tokens, unit="tok", unit_scale=True, desc="teacher", mininterval=2.0) as bar:
+    with Progress("teacher", windows.tokens, "tok") as bar:
         write_teacher_cache(out, teacher, windows, k, job.shared_ids, inputs, {"dtype": job.dtype}, bar.update)
     return TeacherCache(out, windows)
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
 from qad.numerics.compiled import compilation
 from qad.place import write_whole, writing
+from qad.progress import Progress as Bar
 from qad.recipes.recipe import Train
 from qad.text.windows import WindowSet
 from qad.training.objective import Objective, Validation
@@ -95,11 +95,8 @@ class Trainer:
         with compilation(True):
             if not self._resume():
                 self._validated(first=True)
-            bar = tqdm(
-                total=self.config.tokens_used, initial=self.progress.step * self.config.tokens_per_step, unit="tok",
-                unit_scale=True, desc="train", mininterval=2.0, smoothing=0.1,
-            )  # fmt: skip
-            with bar:
+            done = self.progress.step * self.config.tokens_per_step
+            with Bar("train", self.config.tokens_used, "tok", done) as bar:
                 try:
                     while self.progress.step < self.config.steps and not self._out_of_patience():
                         self._advance(bar)
@@ -114,7 +111,7 @@ class Trainer:
 
     # --- one step ---
 
-    def _advance(self, bar: Any) -> None:
+    def _advance(self, bar: Bar) -> None:
         started = time.perf_counter()
         step = self.progress.step + 1
         lr = learning_rate(self.config, step)
@@ -141,7 +138,7 @@ class Trainer:
         self._whole = True
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
-        bar.set_postfix({**shown, name: "-" if loss is None else f"{loss:.4f}"}, refresh=False)
+        bar.note({**shown, name: "-" if loss is None else f"{loss:.4f}"})
         bar.update(self.config.tokens_per_step)
 
     def _backward(self, step: int) -> float | None:
