@@ -14,6 +14,7 @@ from export.layouts.layout import Layout, scale_leaves
 from qad.arms.arm import Arm
 from qad.arms.selection import Selection
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS
+from qad.untrusted import clean, markdown_text
 from qad.untrusted.safetensors_header import Entry
 from qad.untrusted.yaml_text import strict_yaml
 
@@ -21,6 +22,7 @@ _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag
 # The hub keeps weights and tokenizers in its large-file store, and wants every file there that git would choke on.
 _LARGE_FILES = ("*.safetensors", "*.model", "*.tiktoken", "tokenizer.json")
 _LARGE = 10_000_000  # bytes; the hub refuses larger ones as plain git files
+_TEXT = 2000  # characters of one value of another card
 _RECOVERY = "\n## Recovery\n"
 _FRONT = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 
@@ -40,8 +42,8 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
     front = _front_matter(arm, layout)
     made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
     text = (
-        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {front['model_name']}\n\n"
-        f"{arm.source.display_name} {made} with nvfp4-qad: {_formats(arm.selection)}; everything else is BF16. "
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {markdown_text(front['model_name'])}\n\n"
+        f"{markdown_text(arm.source.display_name)} {made} with nvfp4-qad: {_formats(arm.selection)}; everything else is BF16. "
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
     return text if recovery is None else with_recovery(text, recovery)
@@ -95,13 +97,13 @@ def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
     if base:
         front |= {"base_model": base[0] if len(base) == 1 else base, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    front |= {key: card[key] for key in _CARRIED if key in card}
+    front |= {key: _visible(card[key]) for key in _CARRIED if key in card}
     formats = {arm.selection.format_of(module) for module in arm.selection.modules}
     records = [record for name, record in FORMATS.items() if name in formats]
     kinds = list(dict.fromkeys(record.tag for record in records))
     block = next((record.block for record in records if record.block), None)
     own = [*kinds, layout.name, "nvfp4-qad", arm.name]
-    carried = [tag for tag in _list(card.get("tags")) if tag not in own]
+    carried = [tag for tag in _list(_visible(card.get("tags"))) if tag not in own]
     front["tags"] = [*carried, *own]
     front["quantization"] = {
         "algorithm": arm.selection.algorithm,
@@ -155,6 +157,15 @@ def _is_ours(card: str) -> bool:
 
 def _is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def _visible(value: Any) -> Any:
+    """Front matter of another card, its text on visible lines."""
+    if isinstance(value, dict):
+        return {clean(key): _visible(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_visible(part) for part in value]
+    return clean(value, _TEXT, lines=True) if isinstance(value, str) else value
 
 
 def _list(value: Any) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness.records.comparison import Comparison
 from harness.records.record import Record
+from qad.untrusted import markdown_text
 from reports.parts import Cell, Row
-from reports.render import markdown_text
 from reports.sections.outcome import BASELINE, arm_name, emulated_arms
 from reports.sections.tables import accuracy_group, fidelity_group
 

@@ -18,6 +18,7 @@ from harness.records.comparison import Comparison
 from harness.records.record import Record
 from harness.records.verdict import Verdict
 from qad.place import write_whole
+from qad.untrusted import markdown_text
 from reports.contents import contents
 from reports.document import document
 from reports.load import load_run
@@ -26,10 +27,7 @@ from reports.rows import table_files
 from reports.sections import items, origin, seeds
 from reports.sections.missing import not_measured
 
-# Everything Markdown or HTML could take for markup.
-_MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]* (?:%|GB|nats|points)(?: \([\d.,–−+to -]+\))?")
-_BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 
 
 def render(run: Path, comparison: Comparison, records: list[Record], verdict: Verdict | None = None) -> list[Path]:
@@ -86,12 +84,6 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
 def _unbroken(text: str) -> Markup:
     """Escaped HTML in which a number stays on one line with its unit and interval."""
     return Markup(_NUMBER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
-
-
-def markdown_text(text: str) -> str:
-    """Plain text on one line, with nothing left that Markdown or HTML would interpret."""
-    escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
-    return _BLOCK_START.sub(r"\1\\\2", escaped.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;"))
 
 
 def _fence(text: str) -> str:

@@ -22,7 +22,7 @@ from qad.errors import SourceError
 from qad.model.beside import WEIGHTS
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
-from qad.untrusted import json_with_faults, regular_bytes
+from qad.untrusted import clean, json_with_faults, regular_bytes
 from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
 
@@ -38,6 +38,7 @@ _SCALES = (
     "input_scale",
     "activation_scale",
 )
+_LONGEST_NAME = 200  # characters of the name people call a model by
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -91,9 +92,9 @@ class Checkpoint:
 
     @property
     def display_name(self) -> str:
-        """The card's model_name, else the folder's name."""
+        """The card's model_name, else the folder's name, as one visible line."""
         name = self.card.get("model_name")
-        return str(name) if name else _snapshot_name(self.folder)
+        return clean(name if name else _snapshot_name(self.folder), _LONGEST_NAME)
 
     @property
     def tied_embeddings(self) -> bool:

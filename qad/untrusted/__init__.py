@@ -20,6 +20,9 @@ _SHOWN = 80  # characters of a foreign key or number in a message
 # Control characters, half characters, marks that reorder or hide the text around them, and what ends a line in some readers.
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
                      "\ud800-\udfff\U000e0000-\U000e007f]")  # fmt: skip
+# Everything Markdown or HTML could take for markup.
+_MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
+_BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be one: a pair of them is one character
 _DIGITS = 300  # of a whole number; floats end at 308
 
@@ -174,3 +177,9 @@ def clean(text: object, limit: int | None = NAME_LIMIT, *, lines: bool = False) 
     cut = whole if limit is None else whole[: 4 * limit]
     shown = _HIDDEN.sub(lambda found: found[0] if lines and found[0] in "\n\t" else "\ufffd", cut.replace("\r\n", "\n"))
     return shown if limit is None or len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def markdown_text(text: str) -> str:
+    """Plain text on one line, with nothing left that Markdown or HTML would interpret."""
+    escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
+    return _BLOCK_START.sub(r"\1\\\2", escaped.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;"))
