@@ -20,6 +20,7 @@ from harness.accuracy.scores import measure_suite
 from harness.accuracy.served import describe, open_server
 from harness.accuracy.suite import Suite, load_suite, of_tasks
 from harness.accuracy.task_files import Places, load_tasks, require_known
+from harness.engines.transformers import LoadedModel
 from harness.records.record import AccuracyData, Engine
 from qad.errors import StorageError
 from qad.progress import Progress
@@ -130,7 +131,7 @@ def finished(record: Path) -> None:
     answers_path(record).unlink(missing_ok=True)
 
 
-def score_loaded(loaded: Any, scoring: Scoring, checkpoint: str, record: Path) -> AccuracyData:
+def score_loaded(loaded: LoadedModel, scoring: Scoring, checkpoint: str, record: Path) -> AccuracyData:
     """Accuracy of a model in this process."""
     backend = InMemory(loaded.model, loaded.tokenizer, scoring.batch_size, scoring.suite.think_end)
     identity = {"checkpoint": checkpoint, "engine": dataclasses.asdict(loaded.engine), "batch_size": scoring.batch_size}

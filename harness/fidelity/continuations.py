@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.records.record import Continuation
 from harness.serving.in_process import cache_argument
@@ -19,8 +19,8 @@ from qad.errors import DataError
 
 
 def measure_continuations(
-    students: Mapping[str, Any],
-    teacher: Any,
+    students: Mapping[str, nn.Module],
+    teacher: nn.Module,
     sequences: Sequence[tuple[str, Tensor]],
     *,
     prompt_tokens: int,
@@ -57,19 +57,19 @@ def measure_continuations(
     return found
 
 
-def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:
+def _greedy(model: nn.Module, prompt: Tensor, new_tokens: int) -> list[int]:
     """Ids that follow the prompt, ending with the end-of-text id where it comes up."""
     return _generated(model, prompt, lambda logits_V: int(logits_V.argmax()), new_tokens)
 
 
-def _written(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:
+def _written(model: nn.Module, prompt: Tensor, new_tokens: int) -> list[int]:
     def draw(logits_V: Tensor) -> int:
         return int(torch.multinomial(logits_V.double().softmax(-1).cpu(), 1))
 
     return _generated(model, prompt, draw, new_tokens)
 
 
-def _generated(model: Any, prompt: Tensor, choose: Callable[[Tensor], int], new_tokens: int) -> list[int]:
+def _generated(model: nn.Module, prompt: Tensor, choose: Callable[[Tensor], int], new_tokens: int) -> list[int]:
     ends = _end_ids(model)
     device = next(model.parameters()).device
     name = cache_argument(model)
@@ -86,7 +86,7 @@ def _generated(model: Any, prompt: Tensor, choose: Callable[[Tensor], int], new_
     return found
 
 
-def _nll(model: Any, prompt: Tensor, written: list[int]) -> float:
+def _nll(model: nn.Module, prompt: Tensor, written: list[int]) -> float:
     """Nats of the written ids after the prompt."""
     device = next(model.parameters()).device
     ids = torch.cat([prompt, torch.tensor(written)])[None].to(device)
@@ -96,7 +96,7 @@ def _nll(model: Any, prompt: Tensor, written: list[int]) -> float:
     return float(-log_q.gather(1, ids[0, len(prompt) :, None]).sum())
 
 
-def _end_ids(model: Any) -> set[int]:
+def _end_ids(model: nn.Module) -> set[int]:
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids: list[int | None] = named if isinstance(named, list) else [named]
     return {id for id in ids if id is not None}

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.fidelity.strata import by_domain, by_entropy, by_position
 from harness.records.record import FidelityData, FidelitySequence
@@ -70,8 +69,8 @@ class _Collected:
 
 
 def measure_fidelity(
-    students: Mapping[str, Any],
-    teacher: Any,
+    students: Mapping[str, nn.Module],
+    teacher: nn.Module,
     sequences: Sequence[tuple[str, Tensor]],
     data_name: str,
     progress: Callable[[int], object] | None = None,
@@ -167,7 +166,7 @@ def _joined(name: str, parts: list[_Tokens]) -> _Tokens:
     return tokens
 
 
-def _logits(model: Any, input_ids_BT: Tensor, device: torch.device) -> Tensor:
+def _logits(model: nn.Module, input_ids_BT: Tensor, device: torch.device) -> Tensor:
     """Logits of every token that has a successor, [N, V], in the model's dtype, moved to `device`."""
     own = next(model.parameters()).device
     logits_BTV: Tensor = model(input_ids=input_ids_BT.to(own), use_cache=False).logits
@@ -185,7 +184,7 @@ def _batches(sequences: Sequence[tuple[str, Tensor]], size: int) -> Iterator[tup
     yield [cluster for cluster, _ in held], torch.stack([ids for _, ids in held])
 
 
-def _check(sequences: Sequence[tuple[str, Tensor]], teacher: Any) -> None:
+def _check(sequences: Sequence[tuple[str, Tensor]], teacher: nn.Module) -> None:
     if not sequences:
         raise DataError("no sequences to measure fidelity on: give a longer test text")
     for cluster, ids in sequences:

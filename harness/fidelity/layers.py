@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.records.record import LayerDistance
 from qad.errors import DataError
 
 
 def measure_layers(
-    students: Mapping[str, Any],
-    teacher: Any,
+    students: Mapping[str, nn.Module],
+    teacher: nn.Module,
     sequences: Sequence[tuple[str, Tensor]],
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, list[LayerDistance]]:
@@ -47,7 +46,7 @@ def measure_layers(
     return {name: _named((error_L / power).tolist()) for name, error_L in errors.items()}
 
 
-def _hidden(model: Any, ids_T: Tensor) -> tuple[Tensor, ...]:
+def _hidden(model: nn.Module, ids_T: Tensor) -> tuple[Tensor, ...]:
     device = next(model.parameters()).device
     out = model(input_ids=ids_T[None].to(device), use_cache=False, output_hidden_states=True)
     states: tuple[Tensor, ...] = out.hidden_states

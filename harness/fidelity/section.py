@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from harness.fidelity.continuations import measure_continuations
 from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.layers import measure_layers
@@ -32,8 +34,8 @@ def _section_settings(section: Fidelity) -> dict[str, Any]:
 
 def measure_distances(
     section: Fidelity,
-    students: Mapping[str, Any],
-    teacher: Any,
+    students: Mapping[str, nn.Module],
+    teacher: nn.Module,
     text: Sequences,
     seed: int,
     progress: Callable[[int], object] | None = None,

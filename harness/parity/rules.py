@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.fidelity.distance import token_kl
 from harness.records.record import ParityData, ParityLayer, ParityPrompt
@@ -53,7 +53,7 @@ def prompts(tokenizer: Any, new_tokens: int, long_text: str = "", long_tokens: i
     return [one for one in ids if len(one) > 1]
 
 
-def layer_inputs(model: Any, prompt: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def layer_inputs(model: nn.Module, prompt: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Inputs and outputs [t, K], [t, N] of every quantized Linear in the reference's own forward pass, by name. Experts are left
     out: an engine calls all of a layer in one kernel."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -74,13 +74,13 @@ def layer_inputs(model: Any, prompt: Sequence[int]) -> tuple[dict[str, Tensor], 
     return {n: x.float().cpu() for n, (x, _) in found.items()}, {n: y.float().cpu() for n, (_, y) in found.items()}
 
 
-def log_probs(model: Any, prompt: Sequence[int], tokens: Tensor) -> Tensor:
+def log_probs(model: nn.Module, prompt: Sequence[int], tokens: Tensor) -> Tensor:
     """What the reference makes of a prompt and of what the engine generated after it: float64 [T - 1 + n, V]."""
     return _logits(model, [*prompt, *tokens.tolist()[:-1]]).double().log_softmax(-1).cpu()
 
 
 @contextlib.contextmanager
-def finer(model: Any) -> Iterator[None]:
+def finer(model: nn.Module) -> Iterator[None]:
     """Inside the block the model computes in the next wider dtype, with the values it has: every kernel rounds otherwise."""
     dtype = next(model.parameters()).dtype
     before = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype == dtype]
@@ -192,7 +192,7 @@ def _number(value: float) -> float | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
-def _logits(model: Any, ids: Sequence[int]) -> Tensor:
+def _logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
     """[T, V], in the model's dtype."""
     device = next(model.parameters()).device
     with torch.no_grad():
