@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from qad.command.preflight import require_measurable
+from qad.command.scale import CHUNK_TENSORS, WIDTH, Shape, config_alone, config_shape, scale_lines
+from qad.model.loader import load_skeleton
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
 
-_WIDTH = {"float32": 4, "bfloat16": 2}
-_CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/test_chunked.py)
-
 
 def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
+    folder = Path(recipe.model).expanduser()
+    if folder.is_dir() and config_alone(folder):
+        _plan_config(folder, recipe, say)
+        return
     job = prepare(recipe, say)
     train = recipe.train
     require_measurable(job)
@@ -32,6 +36,20 @@ def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
     else:
         require_enough_text(job, say)
     for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
+        say(line)
+    if train:
+        shape = Shape.of(load_skeleton(job.source), job.selection, train)
+        teacher = None if job.teacher is job.source else Shape.of(load_skeleton(job.teacher), None)
+        for line in scale_lines(shape, train, job.dtype, teacher):
+            say(line)
+
+
+def _plan_config(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+    """What can be said where weights and tokenizer are not there yet."""
+    say(f"model  {folder.name}: config.json alone, so text, weights and tokenizer are not looked at")
+    shape, quantized = config_shape(folder, recipe)
+    say(f"       {quantized}")
+    for line in (*_training(recipe.training), *scale_lines(shape, recipe.training, recipe.dtype)):
         say(line)
 
 
@@ -54,12 +72,12 @@ def _memory(job: Job, train: Train) -> Iterator[str]:
     teacher = sum(math.prod(info.shape) for info in job.teacher.tensors.values())
     moments = 2 if train.optimizer == "adamw8bit" else 8
     parts = {
-        "student": everything * _WIDTH[job.dtype],
+        "student": everything * WIDTH[job.dtype],
         "FP32 masters": everything * 4,
         "gradients": trained * 4,
         "moments": trained * moments,
-        "teacher": teacher * _WIDTH[job.dtype],
-        "logits of a chunk": _CHUNK_TENSORS * min(train.chunk, train.tokens_per_step) * job.shared_ids * 4,
+        "teacher": teacher * WIDTH[job.dtype],
+        "logits of a chunk": CHUNK_TENSORS * min(train.chunk, train.tokens_per_step) * job.shared_ids * 4,
     }
     listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {listed}"
