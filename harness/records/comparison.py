@@ -10,9 +10,12 @@ from harness.records.rebuild import STRICT, Number, build
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval. low/high None: no honest interval exists, `note` says why.
+    """A number with its 95 % interval.
 
-    n: independent items behind it; clusters: groups that were resampled. method: how the interval was made.
+    low, high: None where no honest interval exists; `note` says why.
+    n: independent items behind it.
+    clusters: groups that were resampled.
+    method: how the interval was made.
     """
 
     value: Number
@@ -28,10 +31,11 @@ class Estimate:
 class BenchmarkRow:
     """One task under one filter, all arms, paired by item. Dictionaries are keyed by arm; recovery has no bf16.
 
-    recovery None: n/a, `Comparison.not_compared` says why. recovery_above_chance: (candidate - chance) / (bf16 - chance).
+    recovery: None is n/a, `Comparison.not_compared` says why.
+    recovery_above_chance: (candidate - chance) / (bf16 - chance).
     imported: from printed mean scores, so neither paired nor by item; n is 0 and n_shot None where nobody printed them.
-    failed: (failed, sent) requests, of arms where some failed; what failed under one arm counts for none. doubt: why the recovery
-    of an arm decides nothing, whatever its value.
+    failed: (failed, sent) requests, of arms where some failed; what failed under one arm counts for none.
+    doubt: why the recovery of an arm decides nothing, whatever its value.
     """
 
     task: str
@@ -63,11 +67,13 @@ class Contrast:
     """`arm` against the arm `against` on one benchmark, paired by item.
 
     difference: mean score of `arm` minus that of `against`, turned so that above 0 is better, in the score's unit.
-    worse, better: items. p: two-sided, of no difference, by the test named in `test`; p_holm: the same, adjusted by
-    Holm over the benchmarks of this pair of arms that count in the median; None for the others.
-    margin: the share of `against`'s score that may be lost. verdict: non-inferior, inferior or undecided at that
-    margin (one-sided 5 %). items_needed: items at which an arm that is truly equal would be found non-inferior with
-    80 % power, judged by how often answers differed here.
+    worse, better: items.
+    p: two-sided, of no difference, by the test named in `test`.
+    p_holm: p adjusted by Holm over the benchmarks of this pair of arms that count in the median; None for the others.
+    margin: the share of `against`'s score that may be lost.
+    verdict: non-inferior, inferior or undecided at that margin (one-sided 5 %).
+    items_needed: items at which an arm that is truly equal would be found non-inferior with 80 % power, judged by how often
+        answers differed here.
     """
 
     benchmark: str
@@ -86,11 +92,18 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class FidelityRow:
-    """kl in nats per token; top1 as a share; perplexity of the text; ratio against the teacher's perplexity.
+    """Distance of one arm from the BF16 teacher.
 
-    by_position, by_entropy, by_domain: KL per token of a stratum. by_layer: relative error of the hidden states. equal_tokens:
-    tokens before greedy decoding first differs, up to those asked for; diverged: share of the prompts on which it does.
-    written_ratio: perplexity of what the teacher wrote, relative to its own. bound: what kl is a bound of; "": exact.
+    kl: nats per token.
+    top1: share of the tokens.
+    perplexity: of the text; perplexity_ratio is relative to the teacher's.
+    token_kl: quantiles over the tokens, nats.
+    by_position, by_entropy, by_domain: KL per token of a stratum.
+    by_layer: relative error of the hidden states.
+    equal_tokens: tokens before greedy decoding first differs, up to those asked for.
+    diverged: share of the prompts on which it does.
+    written_ratio: perplexity of what the teacher wrote, relative to its own.
+    bound: what kl is a bound of; "": exact.
     saturated_inputs: share of blocks of inputs above what was calibrated; None: not counted.
     """
 
@@ -116,10 +129,12 @@ class FidelityRow:
 class OutputRow:
     """What the answers to one generated benchmark looked like. Dictionaries are keyed by arm; length_ratio has no bf16.
 
-    tokens: generated per answer, thinking included. length_ratio: of their means to bf16's, paired by item. truncated,
-    loops, empty: shares of the answers that were cut off by the limit, end in a repetition, left nothing to score.
-    tokens_per_correct: tokens generated per unit of score. An arm whose server counted no tokens has no such entry; None:
-    n/a, nothing was right.
+    tokens: generated per answer, thinking included; without an arm whose server counted none.
+    length_ratio: of their means to bf16's, paired by item.
+    truncated: share of the answers that were cut off by the limit.
+    loops: share that ends in a repetition.
+    empty: share that left nothing to score.
+    tokens_per_correct: tokens generated per unit of score, as of `tokens`; None: n/a, nothing was right.
     """
 
     benchmark: str
@@ -143,9 +158,12 @@ class Band:
 class NoiseFloor:
     """One arm measured twice on its own weights under conditions that should not matter.
 
-    conditions: what was changed on purpose. differing: share of the items with another score. median: band of the median
-    recovery. benchmarks: label -> band of its recovery. kl: nats per token between the two, top1: their agreement; None where
-    fidelity was not measured twice.
+    conditions: what was changed on purpose.
+    median: band of the median recovery.
+    benchmarks: label -> band of its recovery.
+    differing: share of the items with another score.
+    kl: nats per token between the two; None where fidelity was not measured twice.
+    top1: their agreement; None likewise.
     """
 
     arm: str
@@ -159,8 +177,10 @@ class NoiseFloor:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedSeed:
-    """One training of an arm that was trained under several seeds. values: what it shows by itself (median recovery, recovery of
-    each benchmark, KL divergence in nats, ...)."""
+    """One training of an arm that was trained under several seeds.
+
+    values: what it shows by itself (median recovery, recovery of each benchmark, KL divergence in nats, ...).
+    """
 
     seed: int
     checkpoint: str
@@ -171,17 +191,24 @@ class TrainedSeed:
 class Comparison:
     """Everything the report says about PTQ and QAD against BF16.
 
-    median_recovery: per arm, over the headline rows that have a recovery. worst: label and recovery of the lowest of
-    all rows. kl_ratio: KL of qad / KL of ptq. perplexity_gap_closed: (ptq - qad) / (ptq - bf16), None unless the
-    interval of the PTQ gap lies above 0. throughput_ratio: arm -> phase (with its shape where a phase was measured
-    at several) -> speed / bf16's. not_compared: what was left out and why.
-    contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark. median_gain: median recovery of qad
-    minus that of ptq. memory_ratio: bytes on disk / bf16's, exact. failure_share: failed / sent requests. emulated: arms
-    whose speed was measured without FP4 arithmetic. sources: arm -> where imported scores come from. serving_ratio: arm ->
-    cell -> tokens_per_s, ttft_ms, tpot_ms relative to bf16's, above 1 is better; cells that may not be compared are missing.
-    outputs: the generated benchmarks, what their answers looked like. noise_floor: arm -> it against itself.
-    training_seeds: arm -> its trainings under several seeds, of which its numbers are means (harness.compare.training_seeds);
-    size, speed and noise floor are the first one's.
+    median_recovery: per arm, over the headline rows that have a recovery.
+    worst: label and recovery of the lowest of all rows.
+    kl_ratio: KL of qad / KL of ptq.
+    perplexity_gap_closed: (ptq - qad) / (ptq - bf16); None unless the interval of the PTQ gap lies above 0.
+    throughput_ratio: arm -> phase (with its shape where a phase was measured at several) -> speed / bf16's.
+    not_compared: what was left out and why.
+    contrasts: every arm against bf16 and qad against ptq, benchmark by benchmark.
+    median_gain: median recovery of qad minus that of ptq.
+    memory_ratio: bytes on disk / bf16's, exact.
+    failure_share: failed / sent requests.
+    emulated: arms whose speed was measured without FP4 arithmetic.
+    sources: arm -> where imported scores come from.
+    serving_ratio: arm -> cell -> tokens_per_s, ttft_ms, tpot_ms relative to bf16's, above 1 is better; cells that may not be
+        compared are missing.
+    outputs: the generated benchmarks, what their answers looked like.
+    noise_floor: arm -> it against itself.
+    training_seeds: arm -> its trainings under several seeds, of which its numbers are means
+        (harness.compare.training_seeds); size, speed and noise floor are the first one's.
     """
 
     __pydantic_config__ = STRICT

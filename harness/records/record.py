@@ -104,8 +104,9 @@ class SequenceMemory:
 class CacheCost:
     """What a sequence costs beside the weights, from the config.
 
-    kv_bytes_per_token: by the cache's element type (bf16, fp8, nvfp4), while no window is full. kv_dtype: the one the
-    folder announces, which `sequences` are counted with. windowed_layers: attention layers that keep a window only.
+    kv_bytes_per_token: by the cache's element type (bf16, fp8, nvfp4), while no window is full.
+    kv_dtype: the one the folder announces, which `sequences` are counted with.
+    windowed_layers: attention layers that keep a window only.
     sequences: of 4K, 32K and 128K tokens, as far as the model's context goes.
     """
 
@@ -164,8 +165,10 @@ class Item:
 class Outputs:
     """What generated answers looked like, one entry an item, in the items' order.
 
-    tokens: generated, thinking included; None where nobody counted. finish: stop, length (cut off), error (the request failed),
-    "" (not told). loops: the text ends in a repetition. empty: nothing was left to score.
+    tokens: generated, thinking included; None where nobody counted.
+    finish: stop, length (cut off), error (the request failed), "" (not told).
+    loops: the text ends in a repetition.
+    empty: nothing was left to score.
     """
 
     tokens: list[int | None]
@@ -223,10 +226,12 @@ class AccuracyData:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedScore:
-    """One benchmark's mean score as somebody printed it, without its items.
+    """One benchmark's mean score as somebody printed it, without its items. None: not printed.
 
-    maximum: what a perfect score is (1, 100, ...). items, repeats: questions and answers per question. stderr: the
-    standard error printed beside it, in the score's unit. None: not printed. settings: the protocol as far as known.
+    maximum: what a perfect score is (1, 100, ...).
+    items, repeats: questions and answers per question.
+    stderr: the standard error printed beside it, in the score's unit.
+    settings: the protocol as far as known.
     """
 
     task: str
