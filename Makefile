@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: docs setup demo demo-full test test-in-vllm lint bench gpu-check report-check vllm-env clean
+.PHONY: docs setup demo demo-full test test-in-vllm lint bench gpu-check report-check vllm-env clean families
 
 setup: $(VENV)/.done
 
@@ -58,6 +58,10 @@ bench: setup $(MODEL)/config.json
 gpu-check: setup
 	$(BIN)/python tests/bench/gpu_check --part bits
 	$(BIN)/python tests/bench/gpu_check --part train
+
+# Every family as a tiny random instance, the whole way; writes the page of the documentation anew.
+families: setup
+	$(BIN)/python tests/families/walk.py --out docs/reference/families.md
 
 # A report in Chromium: axe's findings, and pictures of every part to look at. Needs node, npm and a Chromium; else it skips.
 report-check:

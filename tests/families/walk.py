@@ -1,0 +1,201 @@
+"""`make families`: every family as a tiny random instance, the whole way, and what was seen, as a page of the documentation.
+
+    python tests/families/walk.py [--out docs/reference/families.md] [NAME ...]
+
+PTQ to W4A4, export, `qad check` against the arm, reload, 12 steps of QAD, packing, fused groups against those recorded of vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import io
+import json
+import runpy
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_families import FAMILIES, build
+
+import qad.hf  # noqa: F401
+from export.check import check
+from export.writer import export_arm
+from qad.arms.arm import open_arm
+from qad.errors import QadError
+from qad.model.families import named_family
+from qad.model.isolation import probe
+from qad.model.loader import auto_class, load_model
+from qad.recipes.job import Job, prepare
+from qad.recipes.load import load_recipe
+from qad.training.stages import METRICS, ptq_arm, trained_arm
+from qad.training.student import Student
+
+STEPS = 12
+FUSED = Path(__file__).parents[1] / "engines" / "packed_modules.json"
+
+
+@dataclasses.dataclass
+class Seen:
+    """One row. Each is what was seen, "" where it did not come to it."""
+
+    name: str
+    export: str = ""
+    reload: str = ""
+    qad: str = ""
+    packing: str = ""
+    groups: str = ""
+    note: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return not self.note
+
+
+def walk(name: str, folder: Path) -> Seen:
+    """One family. A refusal is its note, an exception as well, marked as the fault it is."""
+    seen = Seen(name)
+    try:
+        _walk(name, folder, seen)
+    except QadError as refusal:
+        seen.note = f"refused: {refusal}".replace(str(folder), "")
+    except Exception as fault:  # every family gets its row
+        seen.note = f"FAULT: {type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}"
+    seen.note = seen.note.replace("|", "/").replace("\n", " ")[:300]
+    return seen
+
+
+def _walk(name: str, folder: Path, seen: Seen) -> None:
+    source = build(name, folder / "source")
+    runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["build_tokenizer"](source)
+    seen.groups = _groups(name)
+    job = prepare(load_recipe(_recipe(source, folder)), text_folder=folder / "text")
+    found = probe(transformers.AutoConfig.from_pretrained(source))
+    seen.packing = f"{'apart' if found.proved else 'one document a row'} ({found.packed:.0e})"
+    ptq_arm(job, folder / "ptq")
+    seen.export = _exported(folder / "ptq", folder / "ptq-export")
+    seen.reload = _reloaded(folder / "ptq", folder / "ptq-export")
+    seen.qad = _trained(job, folder)
+    _exported(folder / "qad", folder / "qad-export")
+    seen.reload = _reloaded(folder / "qad", folder / "qad-export")
+
+
+def _recipe(source: Path, folder: Path) -> Path:
+    words = [f"word{i % 7}" for i in range(60)]
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(" ".join([f"document {n} of many", *words[n % 9 :]]) for n in range(90)))
+    raw = {
+        "model": str(source), "dtype": "float32",
+        "calibrate": {"data": str(text), "samples": 4, "seq_len": 32},
+        "train": {"method": "qad", "data": str(text), "tokens": STEPS * 64, "seq_len": 32, "batch_size": 2, "lr": 3e-4,
+                  "validate_every": STEPS // 2, "validation_tokens": 128},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(raw))
+    return folder / "recipe.yaml"
+
+
+def _exported(arm: Path, out: Path) -> str:
+    export_arm(arm, out)
+    errors = [finding for finding in check(out, source=arm) if finding.severity == "error"]
+    if errors:
+        raise AssertionError(f"check says {errors[0].rule} {errors[0].module}: {errors[0].message}")
+    selection = open_arm(arm).selection
+    assert selection is not None
+    return f"{len(selection.modules)} modules"
+
+
+def _reloaded(arm: Path, out: Path) -> str:
+    """The student of an arm and its reloaded export, every logit."""
+    opened = open_arm(arm)
+    student = Student(opened, load_model(opened.source, "float32", "cpu"))
+    config = transformers.AutoConfig.from_pretrained(out)
+    reloaded = auto_class(config).from_pretrained(out, dtype=torch.float32)
+    ids = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = student.model(ids).logits, reloaded(ids).logits
+    if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
+        raise AssertionError(f"student and reloaded export differ by {float((ours - theirs).abs().max()):.2g}")
+    return "equal"
+
+
+def _trained(job: Job, folder: Path) -> str:
+    trained_arm(job, "qad", folder / "ptq", folder / "qad")
+    rows = [json.loads(line) for line in (folder / "qad" / METRICS).read_text().splitlines()]
+    kl = [row["val_kl"] for row in rows if row.get("val_kl") is not None]
+    if not kl[-1] < kl[0]:
+        raise AssertionError(f"the KL does not fall: {kl[0]:.3g} to {kl[-1]:.3g}")
+    return f"{kl[0]:.3g} to {kl[-1]:.3g}"
+
+
+def _groups(name: str) -> str:
+    """Held against the record by tests/engines/test_families.py; here, whether vLLM has the architecture."""
+    model_type = FAMILIES[name][0]
+    tables = (
+        transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    names = {table.get(model_type) for table in tables}
+    for fused, architectures in json.loads(FUSED.read_text())["fused"]:
+        if names & {*architectures}:
+            ours = named_family(model_type)
+            right = all(ours.scale_groups(members) == [tuple(members)] for members in fused.values())
+            return "as vLLM" if right else "unlike vLLM"
+    return "by transformers in vLLM"
+
+
+def page(rows: list[Seen]) -> str:
+    """The table, whole families first."""
+    whole = [row for row in rows if row.whole]
+    lines = [
+        "# Families",
+        "",
+        f"Written by `make families` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}: {len(whole)} of {len(rows)} the whole way.",
+        "",
+        "Each family as a tiny random instance (hidden 128, 512 tokens): W4A4 PTQ, export in ModelOpt's layout, `qad check` "
+        "against the arm without an error, student and reloaded export equal in every bit of the logits, "
+        f"{STEPS} steps of QAD with a falling KL, exported and reloaded again. Packing: the difference that a document in front "
+        "makes to the hidden states of the next one in a row, in FP32; what is not apart is trained with one document a row. "
+        "Groups: what vLLM 0.32 fuses shares scales.",
+        "",
+        "| family | quantized | reload | KL of QAD | packing | groups | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: not row.whole):
+        cells = (row.name, row.export, row.reload, row.qad, row.packing, row.groups, row.note or "whole")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.set_verbosity_error()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main(say: Callable[[str], Any] = print) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families, all where none is named")
+    parser.add_argument("--out", type=Path, help="Markdown page to write")
+    asked = parser.parse_args()
+    rows = []
+    for name in asked.names or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder, _quiet():
+            rows.append(walk(name, Path(folder)))
+        say(" | ".join((name, *(value for value in dataclasses.astuple(rows[-1])[1:] if value))))
+        if asked.out:
+            asked.out.write_text(page(rows), encoding="utf-8")
+    return int(any(row.note.startswith("FAULT") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
