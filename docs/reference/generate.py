@@ -56,7 +56,7 @@ def with_results(readme: str, report: dict[str, Any]) -> str:
 
 
 def keys_page() -> str:
-    from qad.command.keys import keys_markdown, recipe_keys
+    from qad.command.planning.keys import keys_markdown, recipe_keys
 
     intro = "Every key of a recipe, from the models that validate recipes. `qad keys [SECTION]` prints the same."
     return f"# Recipe keys\n\n{intro}\n\n{keys_markdown(recipe_keys())}\n"

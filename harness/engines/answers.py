@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.request
 from typing import Any
 
 from qad.untrusted import mapping, strict_json
 
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")  # of Prometheus' text format
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 LARGEST = 256 * 2**20  # bytes of an answer
 
 
@@ -42,3 +45,22 @@ def served_models(root: str, *, timeout_s: float = 10.0, proxied: bool = False) 
     if not isinstance(entries, list) or not all(isinstance(mapping(entry).get("id"), str) for entry in entries):
         raise ValueError("its list of models is none")
     return entries
+
+
+def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Of /metrics, in Prometheus' text format: labels and value of every sample of metric `name`; other lines are skipped."""
+    found = []
+    for line in text.split("\n"):
+        match = _SAMPLE.match(line)
+        if match is None or match[1] != name:
+            continue
+        labels = {key: re.sub(r"\\(.)", _unescape, value) for key, value in _LABEL.findall(match[2] or "")}
+        try:
+            found.append((labels, float(match[3])))
+        except ValueError:
+            continue
+    return found
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

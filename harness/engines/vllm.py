@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.engines import prometheus
+from harness.engines.answers import samples
 from harness.engines.declared import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
 
@@ -93,7 +93,7 @@ def _path(kernels: list[str], algorithm: str | None, device: str, emulated: bool
 
 def memory(log: str, metrics: str) -> EngineMemory:
     """Weights, cache and the rest as separate figures. Cache facts come from /metrics where it has them: exact."""
-    info = next((labels for labels, _ in prometheus.samples(metrics, "vllm:cache_config_info")), {})
+    info = next((labels for labels, _ in samples(metrics, "vllm:cache_config_info")), {})
     tokens = _number(info.get("kv_cache_size_tokens")) or _logged(r"KV cache size: ([\d,]+) tokens", log)
     concurrency = _number(info.get("kv_cache_max_concurrency")) or _logged(r"tokens per request: ([\d.,]+)x", log)
     length = _config(log, "max_seq_len")

@@ -11,13 +11,12 @@ import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from qad import __version__
-from qad.command import arguments
+from qad.command import arguments, folders
 from qad.command import measure as measure_command
-from qad.command.places import decide, models, require_arm_place, require_place
+from qad.command.places import decide, models, require_arm_place
 from qad.command.stopped import exit_code, stoppable
 from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
@@ -113,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="PTQ arm to start from (default: DIR/../ptq, made if absent)",
     )
 
-    sub = _command(commands, "export", _export, "write an arm as an NVFP4 checkpoint that engines load")
+    sub = _command(commands, "export", folders.export, "write an arm as an NVFP4 checkpoint that engines load")
     sub.add_argument("arm", type=arguments.path, metavar="ARM_DIR", help="PTQ or trained arm, such as RUN/arms/qad")
     sub.add_argument("--layout", choices=_LAYOUTS, default="modelopt", help="checkpoint layout (default: modelopt)")
     sub.add_argument(
@@ -125,12 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
-    sub = _command(commands, "convert", _convert, "write a checkpoint in the other layout, without quantizing again")
+    sub = _command(
+        commands, "convert", folders.convert_folder, "write a checkpoint in the other layout, without quantizing again"
+    )
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint to read")
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
-    sub = _command(commands, "check", _check, "refuse a broken NVFP4 checkpoint before an engine serves it")
+    sub = _command(
+        commands, "check", folders.check_folder, "refuse a broken NVFP4 checkpoint before an engine serves it"
+    )
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint folder")
     sub.add_argument(
         "--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights"
@@ -237,7 +240,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    from qad.command.init import starter_recipe
+    from qad.command.planning.init import starter_recipe
     from qad.place import require_writable, write_whole
 
     if args.out is not None:
@@ -254,7 +257,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from qad.command.plan import plan
+    from qad.command.planning.plan import plan
     from qad.recipes.load import load_recipe
 
     plan(load_recipe(args.recipe, args.overrides), say)
@@ -262,7 +265,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from qad.command.keys import keys_text, recipe_keys
+    from qad.command.planning.keys import keys_text, recipe_keys
 
     say(keys_text(recipe_keys(args.section)))
     return 0
@@ -313,57 +316,6 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
-    from export.writer import KIND, export_arm
-    from qad.arms.arm import source_folder
-
-    apart = {"source model": source_folder(args.arm)}
-    require_place(args.out, KIND, apart, {"layout": args.layout, "shard_size": args.shard_size})
-    artifact = export_arm(args.arm, args.out, layout=args.layout, shard_size=args.shard_size)
-    say(f"checkpoint: {artifact.path}")
-    return 0
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from export.convert import convert
-    from export.writer import KIND
-
-    require_place(args.out, KIND, {}, {"layout": args.layout})
-    artifact = convert(args.folder, args.layout, args.out)
-    say(f"checkpoint: {artifact.path}")
-    return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    from export.check import check, looked_at, to_json
-    from export.rules.findings import finding_lines
-    from reports.numbers import plural
-
-    folder = _fixed(args) if args.fix else args.folder
-    findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
-    bad = [f for f in findings if f.severity == "error" or args.strict]
-    if args.json:
-        say(json.dumps(to_json(findings), indent=1))
-    else:
-        for line in finding_lines(findings):
-            say(line)
-        verdict = plural(len(bad), "error") if bad else f"ok, {plural(len(findings), 'warning')}"
-        say(f"{folder}: {verdict} ({looked_at(folder)})")
-    return 1 if bad else 0
-
-
-def _fixed(args: argparse.Namespace) -> Path:
-    """The repaired copy; the folder itself where there was nothing to repair. Says what was done, on standard error."""
-    from export.repair import repair
-    from export.writer import KIND
-
-    require_place(args.fix, KIND, {}, {})
-    done = repair(args.folder, args.fix, args.source)
-    for line in done or [f"nothing to repair: {args.fix} was not written"]:
-        tell(f"fix: {line}")
-    return Path(args.fix if done else args.folder)
-
-
 def _compare(args: argparse.Namespace) -> int:
     from qad.command.compare import compare_arms
 
@@ -375,11 +327,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from qad.command.validate import Validation, folders_of, validate
+    from qad.command.validate import Validation, folders_of, section_of, validate
 
-    asked = Validation(
-        folders_of(args.folders), measure_command.validation_section(args), args.policy, args.dtype, args.seed
-    )
+    asked = Validation(folders_of(args.folders), section_of(args), args.policy, args.dtype, args.seed)
     return validate(asked, args.out, say)
 
 

@@ -16,7 +16,7 @@ from qad.errors import UsageError
 from qad.untrusted import mapping, regular_bytes, strict_json
 
 if TYPE_CHECKING:
-    from qad.recipes.recipe import Measure
+    pass
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
@@ -117,23 +117,6 @@ def add_validation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto",
                         help="compute dtype in this process (default: auto)")  # fmt: skip
     parser.add_argument("--seed", type=arguments.unsigned, default=0, help="default: 0")
-
-
-def validation_section(args: argparse.Namespace) -> Measure:
-    """The section `measure` of a recipe that the arguments of `qad validate` stand for. Raises UsageError."""
-    from qad.command.validate import with_speed
-    from qad.recipes.load import parse_section
-    from qad.recipes.recipe import Measure
-
-    known = ("memory", "fidelity", "accuracy", "throughput")
-    kinds = args.measure.split(",") if args.measure else known[:3]
-    odd = next((kind for kind in kinds if kind not in known), None)
-    if odd is not None:
-        raise UsageError(f"--measure {odd!r} is unknown: use {', '.join(known)}")
-    sections = {"fidelity": _fidelity_section(args), "accuracy": _accuracy_section(args), "throughput": {}}
-    asked = {kind: parse_section(kind, sections[kind]).model_dump() for kind in kinds if kind != "memory"}
-    measure = Measure.model_validate({"engine": args.engine, "memory": "memory" in kinds, **asked})
-    return measure if args.measure else with_speed(measure, {})
 
 
 def _fidelity(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +274,7 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
 
     if not args.server:
         _require_unused(args, ("served_model", "max_model_len"), "is of a server: add --server URL")
-    section = parse_section(args.kind, _accuracy_section(args) if args.kind == "accuracy" else _fidelity_section(args))
+    section = parse_section(args.kind, accuracy_section(args) if args.kind == "accuracy" else fidelity_section(args))
     server = ServerChoice(args.server, args.max_model_len, args.served_model) if args.server else None
     other_teacher = getattr(args, "other_teacher", False)
     how = How(args.noise_floor, server, getattr(args, "teacher", None), other_teacher, say)
@@ -300,12 +283,12 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
     return 0
 
 
-def _fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
+def fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
     extras = {"per_layer": getattr(args, "per_layer", False), "new_tokens": getattr(args, "new_tokens", None)}
     return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, **extras}
 
 
-def _accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
+def accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
     if args.tasks and args.suite:
         raise UsageError("--tasks and --suite: give one of them")
     asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}

@@ -34,7 +34,7 @@ from harness.records.record import Record
 from harness.records.verdict import Verdict
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
-from qad.command.preflight import require_measurable
+from qad.command.planning.preflight import require_measurable
 from qad.command.tracking import Tracker, tracking
 from qad.errors import ArtifactError
 from qad.lock import only_one

@@ -12,6 +12,7 @@ RUN/report/                     as of a run
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,12 @@ from harness.engines.available import run_engine
 from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from qad.arms.origin import reference_of
+from qad.command.measure import accuracy_section, fidelity_section
 from qad.command.run import judged, report_run
 from qad.errors import ArtifactError, BrokenCheckpointError, UsageError
 from qad.lock import only_one
 from qad.place import require_apart, require_writable, write_whole
+from qad.recipes.load import parse_section
 from qad.recipes.recipe import Measure
 from qad.text.documents import Part
 from qad.text.packing import MINIMUM
@@ -96,6 +99,20 @@ def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> int:
         report_run(out, say, asked.policy)
         verdict = judged(out, asked.policy)
     return verdict.exit_code if verdict else 0
+
+
+def section_of(args: argparse.Namespace) -> Measure:
+    """The section `measure` of a recipe that the arguments of `qad validate` stand for. Raises UsageError."""
+
+    known = ("memory", "fidelity", "accuracy", "throughput")
+    kinds = args.measure.split(",") if args.measure else known[:3]
+    odd = next((kind for kind in kinds if kind not in known), None)
+    if odd is not None:
+        raise UsageError(f"--measure {odd!r} is unknown: use {', '.join(known)}")
+    sections = {"fidelity": fidelity_section(args), "accuracy": accuracy_section(args), "throughput": {}}
+    asked = {kind: parse_section(kind, sections[kind]).model_dump() for kind in kinds if kind != "memory"}
+    measure = Measure.model_validate({"engine": args.engine, "memory": "memory" in kinds, **asked})
+    return measure if args.measure else with_speed(measure, {})
 
 
 def with_speed(measure: Measure, throughput: dict[str, int]) -> Measure:

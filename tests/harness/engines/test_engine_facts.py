@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines import trtllm, vllm
-from harness.engines.prometheus import samples
+from harness.engines.answers import samples
 from harness.records.record import EngineMemory
 from qad.errors import UsageError
 

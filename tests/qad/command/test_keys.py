@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qad.command.cli import main
-from qad.command.keys import keys_markdown, recipe_keys
+from qad.command.planning.keys import keys_markdown, recipe_keys
 from qad.recipes.recipe import Recipe, Train
 
 

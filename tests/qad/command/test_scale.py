@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from qad.command.cli import main
-from qad.command.scale import GPUS, Shape, config_alone, config_shape, flops, need, scale_lines, utilization
+from qad.command.planning.scale import GPUS, Shape, config_alone, config_shape, flops, need, scale_lines, utilization
 from qad.numerics.linear import wrap_linears
 from qad.recipes.recipe import Recipe, Train
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qad.command.preflight import require_measurable
-from qad.command.scale import CHUNK_TENSORS, WIDTH, Shape, config_alone, config_shape, scale_lines
+from qad.command.planning.preflight import require_measurable
+from qad.command.planning.scale import CHUNK_TENSORS, WIDTH, Shape, config_alone, config_shape, scale_lines
 from qad.model.loader import load_skeleton
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
