@@ -26,6 +26,10 @@ class ArtifactError(QadError):
     """A folder of an earlier stage is missing, unfinished, changed since it was written, or another run's."""
 
 
+class TrainingError(QadError):
+    """A training cannot go on: its numbers are no numbers any more. The last good state is kept."""
+
+
 class BrokenCheckpointError(QadError):
     """A checkpoint is broken: the negative verdict of `qad check`."""
 

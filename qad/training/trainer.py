@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qad.errors import TrainingError
 from qad.numerics.compiled import compilation
 from qad.place import write_whole, writing
 from qad.progress import Progress as Bar
@@ -36,6 +37,7 @@ from qad.training.saturation import UNCOUNTED
 from qad.training.state import load_state, save_aside, save_state
 from qad.training.student import Student
 
+_NOT_FINITE = 3  # steps in a row whose loss or gradient is no number, after which nothing is to be hoped for
 _STUCK = 0.01  # share of moved masters below which nothing is learned; weights that are exactly 0 always move
 
 
@@ -81,6 +83,7 @@ class Trainer:
         self.train_windows, self.validation_windows = train, validation
         self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
+        self._not_finite = 0  # steps in a row
         self._whole = False  # masters, moments and progress are those of one finished step
         first_names = {next(iter(student.stored.parts(n, m))): m for n, m in student.masters.items()}
         self.optimizer = make_optimizer(config, first_names)
@@ -91,6 +94,7 @@ class Trainer:
         """Train to the last step, or until patience ends, resuming where the folder holds a state.
 
         Returns the masters of the best checkpoint; None where that is the PTQ start, whose weights are the source's.
+        Raises TrainingError where the loss stays NaN or infinite; the last good state is saved.
         """
         with compilation(True):
             if not self._resume():
@@ -121,17 +125,19 @@ class Trainer:
         self._whole = False
         if loss is None:
             self.progress.steps_without_tokens += 1
-        else:
-            torch.nn.utils.clip_grad_norm_(
-                [m for m in self.student.masters.values() if m.requires_grad], self.config.clip
-            )
+        elif self._finite(step, loss, lr):
             self.optimizer.step()
             self.student.deploy()
+        else:
+            loss = None
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step
         rate = self.config.tokens_per_step / (time.perf_counter() - started)
         last = step == self.config.steps
-        found = self._validated() if step % self.config.validate_every == 0 or last else None
+        due = (
+            step % self.config.validate_every == 0 and not self._not_finite
+        )  # what changed nothing is not validated again
+        found = self._validated() if due or last else None
         self._record(step, loss, lr, round(rate, 1), found)
         if step % self.config.save_every == 0 or last:
             self._save()
@@ -140,6 +146,27 @@ class Trainer:
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
         bar.note({**shown, name: "-" if loss is None else f"{loss:.4f}"})
         bar.update(self.config.tokens_per_step)
+
+    def _finite(self, step: int, loss: float, lr: float) -> bool:
+        """Clip the gradients, and whether they are numbers, as the loss is: else the step changes nothing, and after a few of
+        them training ends with the masters of the last good one."""
+        masters = [master for master in self.student.masters.values() if master.requires_grad]
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.config.clip))
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._not_finite = 0
+            return True
+        self._not_finite += 1
+        told = f"loss {loss:g}, norm of the gradient {norm:g}"
+        if self._not_finite < min(_NOT_FINITE, self.config.steps):
+            warnings.warn(f"step {step}: {told}: it changes nothing", stacklevel=3)
+            return False
+        self.progress.step = step - self._not_finite
+        self._save()
+        raise TrainingError(
+            f"training ended at step {step}: {told}, for {self._not_finite} steps on end (learning rate {lr:g}). The state of "
+            f"step {self.progress.step} is kept in {self.folder}. Lower train.lr or train.clip, add train.warmup_steps, or set "
+            "dtype to float32; an original that writes NaN itself has to be mended first"
+        )
 
     def _backward(self, step: int) -> float | None:
         """Gradients of the step's mean loss into the masters; returns the mean, None for a step without a counted token.
