@@ -39,8 +39,9 @@ class Gaps:
 class Request:
     """One request. None: the server or the tool did not say, or the request failed before.
 
-    cached_tokens: prompt tokens taken from the server's prefix cache. first_chunk_tokens: tokens in the first
-    token-bearing chunk. token_source: SERVER_USAGE, ESTIMATE, or the words of the tool that counted.
+    cached_tokens: prompt tokens taken from the server's prefix cache.
+    first_chunk_tokens: tokens in the first token-bearing chunk.
+    token_source: SERVER_USAGE, ESTIMATE, or the words of the tool that counted.
     """
 
     start_s: float
@@ -92,13 +93,15 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """One run of one cell. seconds: from the first request to the end of the last.
+    """One run of one cell. None: not known (imported).
 
-    peak_active, mean_active: requests under way at once, the mean weighted by time. prompts_seen_before: requests
-    whose prompt the server had met earlier in this measurement (warm-up, other cells and repeats, this one).
-    not_greedy: requests without temperature 0 or without ignore_eos. None: not known (imported).
-    energy_j: of the accelerators during the window, where they tell. printed: statistics of a tool that gave no single
-    requests, metric -> mean, p50, p99 and so on; requests is empty then.
+    seconds: from the first request to the end of the last.
+    peak_active, mean_active: requests under way at once, the mean weighted by time.
+    prompts_seen_before: requests whose prompt the server had met earlier in this measurement (warm-up, other cells and
+        repeats, this one).
+    not_greedy: requests without temperature 0 or without ignore_eos.
+    energy_j: of the accelerators during the window, where they tell.
+    printed: statistics of a tool that gave no single requests, metric -> mean, p50, p99 and so on; requests is empty then.
     """
 
     seconds: float | None
@@ -114,8 +117,11 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """How requests come where they do not wait for answers. rate: requests per second; None: all at once, or as `pattern` says.
-    pattern: constant, Poisson, gamma with its shape, a ramp, ..., in words."""
+    """How requests come where they do not wait for answers.
+
+    rate: requests per second; None: all at once, or as `pattern` says.
+    pattern: constant, Poisson, gamma with its shape, a ramp, ..., in words.
+    """
 
     rate: float | None
     pattern: str
@@ -125,9 +131,11 @@ class Arrival:
 class Cell:
     """What was asked of the server, and its runs. Cells of another load or other lengths are never repeats of one.
 
-    concurrency: requests under way at most. arrival None: so many clients each send the next request when the last is answered.
-    Both None: the load is unknown, an imported file does not say. Lengths None: not told. drawn: whether lengths were drawn at
-    random, up to those given.
+    concurrency: requests under way at most.
+    arrival: None where so many clients each send the next request when the last is answered. With concurrency None as well
+        the load is unknown: an imported file does not say.
+    input_tokens, output_tokens: None where not told.
+    drawn: whether lengths were drawn at random, up to those given.
     """
 
     concurrency: int | None
@@ -160,7 +168,9 @@ def _known(tokens: int | None) -> str:
 class Overhead:
     """What client and observer cost by themselves: the same load against a server that answers at once.
 
-    ttft_ms, tpot_ms: medians. tokens_per_s: output tokens; no server can be seen to be faster than that. n: requests.
+    ttft_ms, tpot_ms: medians.
+    tokens_per_s: output tokens; no server can be seen to be faster than that.
+    n: requests.
     """
 
     concurrency: int
@@ -172,8 +182,13 @@ class Overhead:
 
 @dataclasses.dataclass(frozen=True)
 class ServingData:
-    """driver: the tool that made the load, and its version. order: arms in the order in which they were measured,
-    repeat by repeat. overhead: one a concurrency. notes: what a reader has to know beside the numbers."""
+    """What servers did under load.
+
+    driver: the tool that made the load, and its version.
+    order: arms in the order in which they were measured, repeat by repeat.
+    overhead: one a concurrency.
+    notes: what a reader has to know beside the numbers.
+    """
 
     KIND: ClassVar[str] = "serving"
     __pydantic_config__ = STRICT
