@@ -1,13 +1,13 @@
 """An arm: one way to treat the source model. BF16, PTQ and QAD are the same kind of folder, so nothing downstream
 branches on where a checkpoint came from.
 
-    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), kv_cache (off,
-                         calibrated, at_least_one, cast), what was counted
+    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), rounding (nearest,
+                         gptq), kv_cache (off, calibrated, at_least_one, cast), what was counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
-                         absent where weight scales are dynamic
+                         absent where weight scales are dynamic. MODULE.codes (uint8 [N, K/2]) too where rounding is gptq
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
 
 An arm overlays the source: a tensor it holds replaces the source's, everything else is the source's.
@@ -40,6 +40,7 @@ from qad.untrusted.safetensors_header import read_header
 
 KIND = "arm"
 DYNAMIC = "dynamic"
+NEAREST, GPTQ = "nearest", "gptq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,11 @@ class Arm:
         return str(self.facts.get("scales", DYNAMIC))
 
     @property
+    def rounding(self) -> str:
+        """How codes come about: `nearest`, a function of weights and scales, or `gptq`, decided once and frozen."""
+        return str(self.facts.get("rounding", NEAREST))
+
+    @property
     def kv_cache(self) -> str:
         """The policy of the KV cache's scales (qad.arms.kv_cache)."""
         return str(self.facts.get("kv_cache", OFF))
@@ -147,7 +153,9 @@ class Arm:
                 shape = self.selection.modules.get(module)
                 if shape is None or not FORMATS[self.selection.format_of(module)].nvfp4_weights:
                     continue
-                names = (f"{module}.block_scale", f"{module}.global_scale")
+                names = [f"{module}.block_scale", f"{module}.global_scale"]
+                if self.rounding != NEAREST:
+                    names.append(f"{module}.codes")
                 if not stored.issuperset(names):
                     raise ArtifactError(f"{self.folder} has no frozen scales for {module}: make the PTQ arm again")
                 found[module] = nvfp4.FrozenScales(*(file.get_tensor(name) for name in names))
@@ -178,6 +186,9 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
     n, k = shape
     if block_scale.dtype != torch.float8_e4m3fn or tuple(block_scale.shape) != (n, k // nvfp4.BLOCK_SIZE):
         return False
+    packed = scales.packed
+    if packed is not None and (packed.dtype != torch.uint8 or tuple(packed.shape) != (n, k // 2)):
+        return False
     byte = block_scale.view(torch.uint8)
     if int(byte.min()) == 0 or int(byte.max()) > 0x7E:  # zero; NaN and negative
         return False
@@ -199,9 +210,13 @@ def write_arm(
     **facts: Any,
 ) -> None:
     """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve.
-    `frozen`: of every selected module, where `scales` names a strategy. `kv_scales`: `ATTENTION.k_scale` and `.v_scale`,
+    `frozen`: of every selected module, where `scales` names a strategy, with codes of all or of none. `kv_scales`: `ATTENTION.k_scale` and `.v_scale`,
     where the policy `kv_cache`, one of the facts, calibrates them."""
     assert (scales == DYNAMIC) == (not frozen)
+    decided = sum(found.packed is not None for found in frozen.values())
+    assert decided in (0, len(frozen))
+    if decided:
+        facts = {"rounding": GPTQ, **facts}
     described = {"path": str(source.folder), "digest": source.digest, "name": source.display_name}
     (folder / "arm.json").write_text(
         json.dumps({"name": name, "source": described, "scales": scales, **facts}, indent=1) + "\n"
@@ -215,6 +230,9 @@ def write_arm(
     if frozen:
         stored = {f"{module}.block_scale": found.block_scale.cpu() for module, found in frozen.items()}
         stored |= {f"{module}.global_scale": found.global_scale.cpu().clone() for module, found in frozen.items()}
+        stored |= {
+            f"{module}.codes": found.packed.cpu() for module, found in frozen.items() if found.packed is not None
+        }
         save_file(stored, folder / "frozen.safetensors", metadata={"format": "pt"})
     if weights is not None:
         contiguous = {key: weight.detach().contiguous() for key, weight in weights.items()}
