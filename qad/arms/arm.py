@@ -7,7 +7,8 @@ branches on where a checkpoint came from.
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
-                         absent where weight scales are dynamic. MODULE.codes (uint8 [N, K/2]) too where rounding is gptq
+                         absent where weight scales are dynamic. Where rounding is gptq, MODULE.codes (uint8 [N, K/2]) and their
+                         own MODULE.codes_block_scale too: they are what is exported, the others what training goes on with
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
 
 An arm overlays the source: a tensor it holds replaces the source's, everything else is the source's.
@@ -155,10 +156,12 @@ class Arm:
                     continue
                 names = [f"{module}.block_scale", f"{module}.global_scale"]
                 if self.rounding != NEAREST:
-                    names.append(f"{module}.codes")
+                    names += [f"{module}.codes", f"{module}.codes_block_scale"]
                 if not stored.issuperset(names):
                     raise ArtifactError(f"{self.folder} has no frozen scales for {module}: make the PTQ arm again")
-                found[module] = nvfp4.FrozenScales(*(file.get_tensor(name) for name in names))
+                block_scale, global_scale, *codes = (file.get_tensor(name) for name in names)
+                decided = nvfp4.QuantizedTensor(codes[0], codes[1], global_scale) if codes else None
+                found[module] = nvfp4.FrozenScales(block_scale, global_scale, decided)
                 if not _usable(found[module], shape):
                     raise ArtifactError(
                         f"the frozen scales of {module} in {self.folder} are no scales: make the PTQ arm again"
@@ -186,9 +189,10 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
     n, k = shape
     if block_scale.dtype != torch.float8_e4m3fn or tuple(block_scale.shape) != (n, k // nvfp4.BLOCK_SIZE):
         return False
-    packed = scales.packed
-    if packed is not None and (packed.dtype != torch.uint8 or tuple(packed.shape) != (n, k // 2)):
-        return False
+    if scales.decided is not None:
+        packed, own = scales.decided.packed, nvfp4.FrozenScales(scales.decided.block_scale, global_scale)
+        if packed.dtype != torch.uint8 or tuple(packed.shape) != (n, k // 2) or not _usable(own, shape):
+            return False
     byte = block_scale.view(torch.uint8)
     if int(byte.min()) == 0 or int(byte.max()) > 0x7E:  # zero; NaN and negative
         return False
@@ -210,11 +214,11 @@ def write_arm(
     **facts: Any,
 ) -> None:
     """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve.
-    `frozen`: of every selected module, where `scales` names a strategy, with codes of all or of none. `kv_scales`: `ATTENTION.k_scale` and `.v_scale`,
-    where the policy `kv_cache`, one of the facts, calibrates them."""
+    `frozen`: of every selected module, where `scales` names a strategy, with codes of all or of none. `kv_scales`:
+    `ATTENTION.k_scale` and `.v_scale`, where the policy `kv_cache`, one of the facts, calibrates them."""
     assert (scales == DYNAMIC) == (not frozen)
-    decided = sum(found.packed is not None for found in frozen.values())
-    assert decided in (0, len(frozen))
+    decided = {module: found.decided for module, found in frozen.items() if found.decided is not None}
+    assert len(decided) in (0, len(frozen))
     if decided:
         facts = {"rounding": GPTQ, **facts}
     described = {"path": str(source.folder), "digest": source.digest, "name": source.display_name}
@@ -230,9 +234,8 @@ def write_arm(
     if frozen:
         stored = {f"{module}.block_scale": found.block_scale.cpu() for module, found in frozen.items()}
         stored |= {f"{module}.global_scale": found.global_scale.cpu().clone() for module, found in frozen.items()}
-        stored |= {
-            f"{module}.codes": found.packed.cpu() for module, found in frozen.items() if found.packed is not None
-        }
+        stored |= {f"{module}.codes": codes.packed for module, codes in decided.items()}
+        stored |= {f"{module}.codes_block_scale": codes.block_scale for module, codes in decided.items()}
         save_file(stored, folder / "frozen.safetensors", metadata={"format": "pt"})
     if weights is not None:
         contiguous = {key: weight.detach().contiguous() for key, weight in weights.items()}

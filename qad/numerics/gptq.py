@@ -25,7 +25,7 @@ from qad.numerics.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
     E4M3_MIN,
-    FrozenScales,
+    QuantizedTensor,
     quantize,
     round_to_e4m3,
     weight_magnitude,
@@ -33,22 +33,23 @@ from qad.numerics.nvfp4 import (
 
 DAMPING = 0.01
 SWEEPS = 2
-_CANDIDATES = tuple(range(-6, 4))  # steps of E4M3 from the scale that takes the largest element to 6
+_CANDIDATES = tuple(
+    range(-3, 7)
+)  # steps of E4M3 from the scale that takes the largest element to 6; 4 or 5 take it to 4
 
 
-def decide_codes(weight_NK: Tensor, scales: FrozenScales, curvature_KK: Tensor) -> FrozenScales:
-    """The scales and codes of a weight whose inputs have the curvature H = sum of x x^T, FP64 and symmetric.
+def decide_codes(weight_NK: Tensor, global_scale: Tensor, curvature_KK: Tensor) -> QuantizedTensor:
+    """Codes and block scales of a weight whose inputs have the curvature H = sum of x x^T, FP64 and symmetric.
 
-    scales: whose global scale is kept. Raises ValueError as `qad.numerics.nvfp4.quantize`.
+    global_scale: FP32 scalar of the scale group, which stays. Raises ValueError as `qad.numerics.nvfp4.quantize`.
     """
     hessian_KK = _damped(curvature_KK)
     target_KN = weight_NK.detach().float().T.contiguous()
-    global_scale = scales.global_scale.to(target_KN.device)
+    global_scale = global_scale.reshape(()).to(target_KN.device)
     decoded_KN, scale_GN = _feed_back(target_KN, _inverse_root(hessian_KK), global_scale)
     _descend(decoded_KN, scale_GN, target_KN, hessian_KK.float(), global_scale)
     block_scale = scale_GN.T.contiguous().to(torch.float8_e4m3fn)
-    decided = quantize(decoded_KN.T.contiguous(), global_scale, block_scale)
-    return FrozenScales(decided.block_scale, decided.global_scale, decided.packed)
+    return quantize(decoded_KN.T.contiguous(), global_scale, block_scale)
 
 
 def _damped(curvature_KK: Tensor) -> Tensor:

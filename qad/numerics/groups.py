@@ -50,8 +50,8 @@ def fake_quantize_group(
         found = frozen.get(name)
         if found is None:
             yield name, rule.fake_quantize(weight, shared, out=out.get(name))
-        elif (decided := found.quantized) is not None:
-            value = decided.dequantize(weight.dtype)
+        elif found.decided is not None:
+            value = found.decided.dequantize(weight.dtype)
             yield name, out[name].copy_(value) if name in out else value
         else:
             yield name, nvfp4.fake_quantize(weight, found.global_scale, found.block_scale, out.get(name))
@@ -75,11 +75,10 @@ def quantize_group(
             if found is None:
                 quantized[name] = rule.quantize(weight, shared)
             else:
-                decided = found.quantized
-                quantized[name] = decided or nvfp4.quantize(weight, found.global_scale, found.block_scale)
+                quantized[name] = found.decided or nvfp4.quantize(weight, found.global_scale, found.block_scale)
         except ValueError as error:
             raise SourceError(f"{name}.weight cannot be quantized: {error}") from error
-    rounded = (name for name in weights if name in frozen and frozen[name].packed is None)
+    rounded = (name for name in weights if name in frozen and frozen[name].decided is None)
     _warn_of_saturation({name: weights[name] for name in rounded}, frozen)
     return quantized
 

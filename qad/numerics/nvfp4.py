@@ -83,27 +83,22 @@ class FrozenScales:
 
     block_scale   float8_e4m3fn  [..., K/16]  positive and finite, 1.0 for a zero block
     global_scale  float32        []           shared by the scale group
-    packed        uint8          [..., K/2]   codes that were decided with the scales (qad.numerics.gptq) and are stored
-                                              whatever the weight; None: the weight is rounded to nearest
+    decided       the weight's codes and block scales, where they were decided together (qad.numerics.gptq): what is stored,
+                  whatever the weight. None: the weight is rounded to nearest
     """
 
     block_scale: Tensor
     global_scale: Tensor
-    packed: Tensor | None = None
+    decided: QuantizedTensor | None = None
 
     def to(self, device: torch.device | str) -> FrozenScales:
-        packed = None if self.packed is None else self.packed.to(device)
-        return FrozenScales(self.block_scale.to(device), self.global_scale.to(device), packed)
+        decided = self.decided and QuantizedTensor(*(tensor.to(device) for tensor in self.decided.tensors))
+        return FrozenScales(self.block_scale.to(device), self.global_scale.to(device), decided)
 
     @property
     def to_nearest(self) -> FrozenScales:
         """The scales alone: a weight that trains is rounded to nearest."""
         return FrozenScales(self.block_scale, self.global_scale)
-
-    @property
-    def quantized(self) -> QuantizedTensor | None:
-        """The weight, where its codes were decided."""
-        return None if self.packed is None else QuantizedTensor(self.packed, self.block_scale, self.global_scale)
 
 
 def _round_to_step(magnitude: Tensor, step: Tensor | float) -> Tensor:

@@ -46,6 +46,8 @@ class Quantize(_Strict):
     """globs on full module names that stay BF16"""
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
     """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    """of 4-bit weights that are not trained: gptq decides codes and block scales against the inputs of the calibration text"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
     """off, or FP8 with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
 
@@ -301,6 +303,11 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _scales(self) -> Recipe:
+        if self.quantize.rounding == "gptq" and (self.quantize.scales == "dynamic" or self.calibrate is None):
+            raise ValueError(
+                "quantize.rounding gptq decides codes beside frozen scales, on text: set quantize.scales to mse and give "
+                "calibrate.data"
+            )
         weights_only = not any(map(quantizes_activations, (self.quantize.format, *self.quantize.formats.values())))
         if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):
             raise ValueError(

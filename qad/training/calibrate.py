@@ -62,11 +62,7 @@ class AmaxObserver:
 
     def _hook(self, name: str, parent: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs = args[0].detach()
-            if self.counted_BT is not None:
-                counted_t = self.counted_BT.flatten()
-                expert = parent.positions_t if isinstance(parent, Expert) else None
-                inputs = inputs.flatten(0, -2)[counted_t if expert is None else counted_t[expert]]
+            inputs = real_inputs(args[0].detach(), self.counted_BT, parent)
             if not inputs.numel():
                 return
             amax = inputs.abs().amax().float()
@@ -74,6 +70,16 @@ class AmaxObserver:
             self.amax[name] = amax if seen is None else torch.maximum(seen, amax)
 
         return observe
+
+
+def real_inputs(x: Tensor, counted_BT: Tensor | None, parent: nn.Module) -> Tensor:
+    """Of a Linear's input, what belongs to the tokens that are real; all of it where counted_BT is None. parent: the module
+    that holds the Linear, which knows an expert's tokens."""
+    if counted_BT is None:
+        return x
+    counted_t = counted_BT.flatten()
+    expert = parent.positions_t if isinstance(parent, Expert) else None
+    return x.flatten(0, -2)[counted_t if expert is None else counted_t[expert]]
 
 
 @torch.no_grad()
@@ -102,7 +108,7 @@ def calibrate(
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(AmaxObserver(model, modules))
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
-        forward = stack.enter_context(_forward(model, modules))
+        forward = stack.enter_context(forward_to(model, modules))
         stack.enter_context(widened_linears(device.type))
         for batch in windows.batches(batch_size):
             ids, counted = batch.input_ids_ST, batch.counted_ST
@@ -119,7 +125,7 @@ def calibrate(
 
 
 @contextlib.contextmanager
-def _forward(model: Any, modules: list[str]) -> Iterator[Callable[..., object]]:
+def forward_to(model: Any, modules: list[str]) -> Iterator[Callable[..., object]]:
     """What runs the model up to the last module: without the output head, unless that is observed too. Its input is cut to
     one token after the observer has seen it, so that no logits of whole windows exist."""
     head = model.get_output_embeddings()

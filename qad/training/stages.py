@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qad.arms.arm import DYNAMIC, KIND, open_arm, write_arm
+import torch
+
+from qad.arms.arm import DYNAMIC, GPTQ, KIND, NEAREST, Arm, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
 from qad.errors import SourceError
@@ -30,6 +32,7 @@ from qad.text.data import Generations, RandomTokens
 from qad.text.documents import digest_documents
 from qad.text.windows import WindowSet
 from qad.training.calibrate import Calibration, calibrate
+from qad.training.gptq import decided_codes
 from qad.training.objective import Objective
 from qad.training.state import discard_state
 from qad.training.student import Student
@@ -45,11 +48,18 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
     """What a recipe alone decides of the config of its arm `ptq`, `qad` or `qat`."""
     if arm == "ptq":
         calibrate = recipe.section("calibrate") if recipe.calibrate else None
-        return {"arm": arm, "quantize": recipe.section("quantize"), "calibrate": calibrate, "seed": recipe.seed}
+        return {"arm": arm, "quantize": _quantize(recipe), "calibrate": calibrate, "seed": recipe.seed}
     train = {**recipe.section("train"), "method": arm}
     if train["seed"] is None:  # as before there was one: finished arms keep their key
         del train["seed"]
     return {"arm": arm, "train": train, "seed": recipe.seed}
+
+
+def _quantize(recipe: Recipe) -> dict[str, Any]:
+    section = recipe.section("quantize")
+    if section["rounding"] == NEAREST:  # as before there was another: finished arms keep their key
+        del section["rounding"]
+    return section
 
 
 def changed_arms(job: Job, arms: Path) -> dict[str, list[str]]:
@@ -109,6 +119,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
         frozen = _frozen_scales(job)
+        if job.recipe.quantize.rounding == GPTQ and windows and frozen:
+            frozen = _decided_codes(job, windows, found.input_scales, frozen)
         write_arm(folder, "ptq", job.source, job.selection, found.input_scales, frozen=frozen,
                   scales=job.recipe.quantize.scales if frozen else DYNAMIC, kv_scales=found.kv_scales,
                   tokens={"calibration": windows.tokens} if windows else {},
@@ -141,6 +153,15 @@ def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
             frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
             bar.update(sum(size[module] for module in group))
     return frozen
+
+
+def _decided_codes(
+    job: Job, windows: WindowSet, input_scales: dict[str, torch.Tensor], frozen: dict[str, FrozenScales]
+) -> dict[str, FrozenScales]:
+    total = sum(math.prod(job.selection.modules[module]) for module in frozen)
+    with Progress("gptq", total, "weight") as bar:
+        return decided_codes(_calibrated_model(job), job.selection, windows, lambda m: job.source.get(f"{m}.weight"),
+                             input_scales, frozen, bar.update)  # fmt: skip
 
 
 def trained_arm(
@@ -179,13 +200,18 @@ def trained_arm(
         text = {"train": train.facts(), "validation": validation.facts()}
         kv_cache = {} if start.kv_cache == OFF else {"kv_cache": start.kv_cache}
         write_arm(folder, method, job.source, start.selection, start.input_scales, masters, kv_scales=start.kv_scales,
-                  scales=start.scales, frozen=student.frozen, training=progress, tokens=tokens, text=text,
-                  **kv_cache)  # fmt: skip
+                  scales=start.scales, frozen=_frozen_of(start) if masters is None else student.frozen,
+                  training=progress, tokens=tokens, text=text, **kv_cache)  # fmt: skip
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 
     origin = {"source": job.source.digest, "training": _training(job, method)}
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
+
+
+def _frozen_of(arm: Arm) -> dict[str, FrozenScales]:
+    groups = arm.selection.groups if arm.selection else ()
+    return {module: found for group in groups for module, found in arm.frozen_scales(group).items()}
 
 
 def _training(job: Job, method: Method) -> dict[str, Any]:
@@ -198,7 +224,7 @@ def _training(job: Job, method: Method) -> dict[str, Any]:
         for role, data in asked.items()
         if not any(isinstance(part, drawn) for part in data.root)
     }
-    recipe = {"train": {**train, "method": method}, "quantize": job.recipe.section("quantize"),
+    recipe = {"train": {**train, "method": method}, "quantize": _quantize(job.recipe),
               "calibrate": arm_settings(job.recipe, "ptq")["calibrate"], "text": text, "source": job.source.digest,
               "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
     rows = {"rows": True} if job.rows else {}  # one document a window

@@ -69,7 +69,7 @@ class Student:
         self.frozen: dict[str, FrozenScales] = {}
         for group in self.selection.groups:
             for module, scales in arm.frozen_scales(group).items():
-                self.frozen[module] = scales.to(self.weights[f"{module}.weight"].device)
+                self.frozen[module] = scales.to_nearest.to(self.weights[f"{module}.weight"].device)
         self.saturation = Saturation(arm, model, self.weights, self.frozen)
         self.deploy()
 
