@@ -42,7 +42,7 @@ def _index(folder: Folder) -> Iterator[Finding]:
     for file in sorted({str(f) for f in weight_map.values()} - {*folder.files}):
         yield error("E11", file, "is listed in the index but is not there: half a download?", "copy or export it again")
     for name, file in weight_map.items():
-        if file in folder.unreadable or file not in folder.files:
+        if not isinstance(file, str) or file in folder.unreadable or file not in folder.files:
             continue
         if name not in folder.tensors:
             yield error("E11", name, f"is listed in {file} but is not there", _AGAIN)

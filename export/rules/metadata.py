@@ -180,7 +180,8 @@ def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
 
 
 def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
-    algorithm = nested.get("quant_algo")
+    given = nested.get("quant_algo")
+    algorithm = given if isinstance(given, str) else None
     for key in _NESTED_KEYS:
         sized = algorithm not in FORMATS or _group_size(str(algorithm))
         needless = algorithm == MIXED or (key == "group_size" and not sized)

@@ -23,7 +23,7 @@ from qad.model.experts import split_experts
 from qad.model.names import name_tensors
 from qad.model.source import Checkpoint
 from qad.numerics.widened import multiplies_bfloat16
-from qad.untrusted import mapping
+from qad.untrusted import clean, mapping
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNLOADABLE = (
@@ -171,7 +171,7 @@ def load_tokenizer(folder: Path) -> Any:
 def _reason(error: Exception, folder: Path) -> str:
     """One line; where the folder brings code that was not run, what to do."""
     text = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
+    reason = clean(text.splitlines()[0], 500) if text else type(error).__name__
     if not _trusted and any(_brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
         return f"it brings code of its own, which is not run: read its *.py files, then give --trust-remote-code ({reason})"
     return reason

@@ -22,7 +22,7 @@ from qad.errors import SourceError
 from qad.model.beside import WEIGHTS
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
-from qad.untrusted import clean, json_with_faults, regular_bytes
+from qad.untrusted import clean, json_with_faults, names, regular_bytes
 from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
 
@@ -134,7 +134,7 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:
             raise SourceError(
-                f"{folder}: tensor {odd[0]} is {odd[1]}, expected BF16, F16 or F32: start from the original"
+                f"{folder}: tensor {clean(odd[0])} is {odd[1]}, expected BF16, F16 or F32: start from the original"
             )
     checkpoint = _with_embedding(Checkpoint(folder, config, tensors))
     if not allow_quantized:
@@ -217,12 +217,10 @@ def _config(folder: Path) -> dict[str, Any]:
     config = _json(path)
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object: fetch the file again")
-    architectures = config.get("architectures") or []
-    if not any(
-        str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in architectures
-    ):
+    architectures = names(config.get("architectures"))
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in architectures):
         raise SourceError(
-            f"{folder} is not a causal language model (architectures {architectures or 'missing'}): "
+            f"{folder} is not a causal language model (architectures {clean(architectures or 'missing')}): "
             "QAD distils next-token distributions"
         )
     return config
@@ -250,15 +248,22 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
         weight_map = dict(_json(index_path)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{index_path} is not a safetensors index ({error}): fetch the file again") from error
-    odd = next((shard for shard in weight_map.values() if not isinstance(shard, str)), None)
-    if odd is not None:
-        raise SourceError(f"{index_path} names {odd!r} as a file: fetch the file again")
+    odd = [shard for shard in weight_map.values() if not isinstance(shard, str)]
+    if odd:
+        raise SourceError(f"{index_path} names {clean(repr(odd[0]))} as a file: fetch the file again")
     headers: dict[str, dict[str, TensorInfo]] = {}
+    present = {
+        path.name for path in folder.iterdir()
+    }  # asking for a name that is too long would be an error of its own
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise SourceError(f"{index_path} points outside its folder ({shard}): the checkpoint is not trustworthy")
-        if not (folder / shard).is_file():
-            raise SourceError(f"{folder} lacks {shard}, which its index lists: the download is incomplete, resume it")
+            raise SourceError(
+                f"{index_path} points outside its folder ({clean(shard)}): the checkpoint is not trustworthy"
+            )
+        if shard not in present or not (folder / shard).is_file():
+            raise SourceError(
+                f"{folder} lacks {clean(shard)}, which its index lists: the download is incomplete, resume it"
+            )
         headers[shard] = _header(folder / shard)
     _require_agreement(index_path, weight_map, headers)
     return {name: headers[shard][name] for name, shard in weight_map.items()}
@@ -268,12 +273,16 @@ def _require_agreement(index_path: Path, weight_map: dict[str, str], headers: di
     """Index and shards hold the same, each tensor once; what is read then does not depend on the reader."""
     for name, shard in weight_map.items():
         if name not in headers[shard]:
-            raise SourceError(f"{index_path} says {name} is in {shard}, but it is not: fetch index and shards again")
+            raise SourceError(
+                f"{index_path} says {clean(name)} is in {clean(shard)}, but it is not: fetch index and shards again"
+            )
     for shard, header in headers.items():
         for name in header:
             if weight_map.get(name) != shard:
-                listed = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
-                raise SourceError(f"{shard} holds {name}, but {index_path} {listed}: fetch index and shards again")
+                listed = f"lists it in {clean(weight_map[name])}" if name in weight_map else "does not list it"
+                raise SourceError(
+                    f"{clean(shard)} holds {clean(name)}, but {index_path} {listed}: fetch index and shards again"
+                )
     single = index_path.with_name("model.safetensors")
     if single.name not in headers and single.is_file():
         raise SourceError(
