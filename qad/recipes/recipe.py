@@ -128,6 +128,8 @@ class Train(_Strict):
     """stop after so many validations without a better one"""
     save_every: Positive = 10
     """steps between states that a killed training resumes from"""
+    save_minutes: Annotated[float, Field(gt=0)] | None = None
+    """minutes between states, in place of save_every; what is saved when decides nothing of the result"""
     seed: Seed | None = None
     """of the order of the training text; none is the recipe's. Runs that differ in it alone are seeds of one recipe"""
 

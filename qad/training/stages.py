@@ -50,6 +50,7 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
         calibrate = recipe.section("calibrate") if recipe.calibrate else None
         return {"arm": arm, "quantize": _quantize(recipe), "calibrate": calibrate, "seed": recipe.seed}
     train = {**recipe.section("train"), "method": arm}
+    del train["save_minutes"]  # decides nothing of the result
     if train["seed"] is None:  # as before there was one: finished arms keep their key
         del train["seed"]
     return {"arm": arm, "train": train, "seed": recipe.seed}
@@ -216,7 +217,7 @@ def _frozen_of(arm: Arm) -> dict[str, FrozenScales]:
 
 def _training(job: Job, method: Method) -> dict[str, Any]:
     """The seed of a training, and everything else that decides its weights. Text that the seed draws is part of the seed."""
-    train = {name: value for name, value in job.recipe.section("train").items() if name != "seed"}
+    train = {name: value for name, value in job.recipe.section("train").items() if name not in ("seed", "save_minutes")}
     drawn = (RandomTokens, Generations)
     asked = {need.role: data for data, need in _needs(job.recipe) if need.role != "test"}
     text = {

@@ -84,6 +84,7 @@ class Trainer:
         self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
         self._not_finite = 0  # steps in a row
+        self._saved = time.monotonic()
         self._whole = False  # masters, moments and progress are those of one finished step
         first_names = {next(iter(student.stored.parts(n, m))): m for n, m in student.masters.items()}
         self.optimizer = make_optimizer(config, first_names)
@@ -139,13 +140,18 @@ class Trainer:
         )  # what changed nothing is not validated again
         found = self._validated() if due or last else None
         self._record(step, loss, lr, round(rate, 1), found)
-        if step % self.config.save_every == 0 or last:
+        if last or self._save_is_due(step):
             self._save()
         self._whole = True
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
         bar.note({**shown, name: "-" if loss is None else f"{loss:.4f}"})
         bar.update(self.config.tokens_per_step)
+
+    def _save_is_due(self, step: int) -> bool:
+        if self.config.save_minutes is None:
+            return step % self.config.save_every == 0
+        return time.monotonic() - self._saved >= 60 * self.config.save_minutes
 
     def _finite(self, step: int, loss: float, lr: float) -> bool:
         """Clip the gradients, and whether they are numbers, as the loss is: else the step changes nothing, and after a few of
@@ -178,12 +184,14 @@ class Trainer:
         if counted == 0:
             warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)
             return None
-        total = 0.0
+        total = torch.zeros(
+            (), dtype=torch.float64, device=self.objective.device
+        )  # read once a step, not once a micro-batch
         for micro in index.split(self.config.micro_batch_size or len(index)):
             loss = self.objective.loss(self.train_windows, micro) / counted
             loss.backward()
-            total += float(loss.detach())
-        return total
+            total += loss.detach()
+        return float(total)
 
     # --- validation ---
 
@@ -252,6 +260,7 @@ class Trainer:
         step = self.progress.step
         if not (self.folder / f"state-{step:08d}").is_dir():
             save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
+        self._saved = time.monotonic()
 
     def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
         """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""

@@ -18,8 +18,9 @@ from qad.numerics.compiled import compilation
 from qad.recipes.job import Job, prepare
 from qad.recipes.recipe import Method, Recipe
 from qad.text.windows import Windows
+from qad.training import trainer
 from qad.training.optim import learning_rate
-from qad.training.stages import ptq_arm, trained_arm
+from qad.training.stages import arm_settings, ptq_arm, trained_arm
 from qad.training.trainer import Trainer
 
 SHARES = ("saturated_weight_share", "saturated_input_share")
@@ -128,6 +129,33 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
     timeless = [[{k: v for k, v in r.items() if k != "tokens_per_s"} for r in rows(tmp_path / p / "metrics.jsonl")]
                 for p in ("whole", "parts")]  # fmt: skip
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3, 4, 5, 6]), (60.0, [6])])
+def test_states_are_saved_by_time_and_when_they_are_decides_nothing(
+    tiny_llama_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float,
+    saved: list[int],
+) -> None:
+    seen: list[int] = []
+    save = trainer.save_state
+
+    def watched(folder: Path, step: int, *rest: object) -> None:
+        seen.append(step)
+        save(folder, step, *rest)  # type: ignore[arg-type]
+        assert len(list(folder.glob("state-*"))) == 1
+
+    monkeypatch.setattr(trainer, "save_state", watched)
+    by_time, by_steps = (
+        recipe(tiny_llama_dir, text_file, tokens=6 * 128, save_every=2, save_minutes=m) for m in (minutes, None)
+    )
+    train(by_time, tmp_path)
+    assert seen == saved
+    assert arm_settings(by_time, "qad") == arm_settings(by_steps, "qad")
+    assert "save_minutes" not in arm_settings(by_time, "qad")["train"]
 
 
 def test_state_without_moments_is_refused(
