@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from export.layouts.layout import Layout, scale_leaves
+from export.serving import SERVE, made_section, serve_section
 from qad.arms.arm import Arm
+from qad.arms.kv_cache import OFF
 from qad.arms.selection import Selection
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS
 from qad.untrusted import clean, markdown_text
@@ -46,6 +48,8 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
         f"{markdown_text(arm.source.display_name)} {made} with nvfp4-qad: {_formats(arm.selection)}; everything else is BF16. "
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
+    formats = {arm.selection.format_of(module) for module in arm.selection.modules}
+    text += serve_section(layout, formats, arm.config, arm.kv_cache != OFF) + made_section(arm)
     return text if recovery is None else with_recovery(text, recovery)
 
 
@@ -143,12 +147,14 @@ def size_table(layout: Layout, entries: Iterable[Entry]) -> str:
     )
 
 
-def relabel(card: str, old: Layout, new: Layout) -> str:
-    """A card of this tool whose files were converted: the layout's name in tags and text. Another's card is left alone."""
+def relabel(card: str, old: Layout, new: Layout, serve: str) -> str:
+    """A card of this tool whose files were converted: the layout's name in tags and text, and how it is served. Another's card is
+    left alone."""
     if not _is_ours(card):
         return card
     card = card.replace(f"- {old.name}\n", f"- {new.name}\n", 1)
-    return card.replace(f"in the {old.name} layout", f"in the {new.name} layout", 1)
+    card = card.replace(f"in the {old.name} layout", f"in the {new.name} layout", 1)
+    return re.sub(rf"{SERVE}.*?(?=\n## |\Z)", lambda _: serve.rstrip("\n") + "\n", card, count=1, flags=re.DOTALL)
 
 
 def _is_ours(card: str) -> bool:

@@ -21,6 +21,7 @@ from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import Scheme
 from export.rules.findings import Finding
 from export.rules.metadata import checked
+from export.serving import serve_section
 from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
@@ -65,7 +66,8 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
         beside(folder, REWRITTEN).copy(partial)
         card = partial / "README.md"
         if card.is_file():
-            card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target), encoding="utf-8")
+            serve = serve_section(target, {*scheme.layers.values()}, opened.config, scheme.kv_cache is not None)
+            card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target, serve), encoding="utf-8")
         return files.finish()
 
     inputs = {"checkpoint": folder_digest(folder)}
