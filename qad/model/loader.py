@@ -33,6 +33,8 @@ _UNLOADABLE = (
     RuntimeError,
     OSError,
     LookupError,
+    ArithmeticError,
+    AssertionError,
     ImportError,
     AssertionError,
     SyntaxError,

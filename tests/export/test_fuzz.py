@@ -32,7 +32,7 @@ from qad.model.loader import load_skeleton
 from qad.model.source import open_checkpoint
 from qad.recipes.load import load_recipe, shipped_recipes
 
-SECONDS = float(os.environ.get("QAD_FUZZ_SECONDS", "3"))
+SECONDS = float(os.environ.get("QAD_FUZZ_SECONDS", "1"))
 SEED = int(os.environ.get("QAD_FUZZ_SEED", "0"))
 HANG = 60  # seconds of one case; an answer takes a tenth of one
 MEMORY = 2 << 30  # bytes beside what the process has
