@@ -30,7 +30,7 @@ from qad.place import require_apart
 KIND = "checkpoint"
 SHARD_SIZE = 5_000_000_000
 # Made anew, whatever the source has under that name.
-_WRITTEN = (CONFIG, NESTED, "README.md", ".gitattributes", MANIFEST, STAGE_FILE)
+_WRITTEN = (CONFIG, NESTED, "README.md", ".gitattributes", ".eval_results", MANIFEST, STAGE_FILE)
 _SPARE = 16_000_000  # bytes of metadata and card
 _COMPILE_FROM = 1 << 30  # weights; a compiler that starts cold costs more than it saves below
 

@@ -1,15 +1,45 @@
-"""What the hub reads in a model card: `model-index` with one entry a benchmark, by huggingface_hub's own classes."""
+"""What the hub reads: `model-index` of a model card with one entry a benchmark, and `.eval_results/*.yaml`, which its model pages
+and leaderboards show, of the benchmarks that have one there. Both by huggingface_hub's own classes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from harness.records.comparison import BenchmarkRow, Comparison
 from qad.untrusted import clean
 from reports.sections.outcome import BASELINE
+
+EVAL_RESULTS = ".eval_results/nvfp4-qad.yaml"
+# Task -> data set and task of the hub's leaderboard.
+_LEADERBOARDS = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "qad_gsm8k": ("openai/gsm8k", "gsm8k"),
+    "mmlu_pro": ("TIGER-Lab/MMLU-Pro", "mmlu_pro"),
+    "gpqa_diamond_cot_zeroshot": ("Idavidrein/gpqa", "diamond"),
+}
+
+
+def eval_results(comparison: Comparison, arm: str) -> list[dict[str, Any]]:
+    """The arm's scores in percent, of whole benchmarks that the hub has a leaderboard for; [] where there is none. What is in
+    doubt, imported or a smoke run is left out."""
+    entries = []
+    for row in comparison.benchmarks:
+        known, score = _LEADERBOARDS.get(row.task), row.score.get(arm)
+        if (
+            known
+            and score
+            and row.headline
+            and row.limit is None
+            and not (row.imported or row.failed.get(arm) or row.doubt)
+        ):
+            shots = "" if row.n_shot is None else f"{row.n_shot}-shot, "
+            notes = f"lm-evaluation-harness, {shots}{clean(row.metric)}, {row.n:,} items"
+            entries.append(EvalResultEntry(*known, value=round(100 * score.value, 4), notes=notes))
+    found: list[dict[str, Any]] = eval_result_entries_to_yaml(entries)
+    return found
 
 
 def model_index(comparison: Comparison, arm: str, model_name: str) -> list[dict[str, Any]] | None:

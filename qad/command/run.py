@@ -48,7 +48,7 @@ from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, traine
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml
 from reports.card import recovery_table
-from reports.hub import model_index
+from reports.hub import EVAL_RESULTS, eval_results, model_index
 from reports.load import load_records
 from reports.render import render
 from reports.rows import numbers_by_name
@@ -189,7 +189,8 @@ def judged(out: Path, policy: str) -> Verdict | None:
 
 
 def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:
-    """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub."""
+    """The exported folders' model cards get what was measured of them: a table for readers, scores for the hub, which
+    reads them in a file of their own too."""
     for arm in comparison.arms:
         table, folder = recovery_table(comparison, records, arm), out / "export" / arm
         card = folder / "README.md"
@@ -199,6 +200,12 @@ def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) ->
         after = with_recovery(before, table, model_index(comparison, arm, name_of(before)))
         if after != before:
             replace_card(folder, after)
+        scores = folder / EVAL_RESULTS
+        if results := eval_results(comparison, arm):
+            scores.parent.mkdir(exist_ok=True)
+            write_whole(scores, yaml.safe_dump(results, sort_keys=False, allow_unicode=True))
+        else:
+            scores.unlink(missing_ok=True)
 
 
 def _log(method: str) -> str:

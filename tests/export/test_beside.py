@@ -36,6 +36,8 @@ def test_everything_but_weights_goes_along_with_export_and_conversion(
     source = make_llama(tmp_path / "source")
     before = {path.name for path in source.iterdir()}
     fill(source)
+    (source / ".eval_results").mkdir()
+    (source / ".eval_results" / "gsm8k.yaml").write_text("the original's scores are not those of what is made from it")
     with pytest.warns(
         UserWarning, match=r"left behind in .*: checkpoint-500/ \(it holds weights\); onnx/ \(it holds weights\)"
     ):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from export.card import name_of, with_recovery
 from harness.compare.recovery import compare
 from harness.records.record import AccuracyData, Record
-from reports.hub import model_index
+from reports.hub import eval_results, model_index
 
 CARD = "---\nmodel_name: Tiny, NVFP4 (QAD)\ntags:\n- nvfp4-qad\n---\n\n# Tiny\n"
 
@@ -66,3 +66,23 @@ def test_hostile_names_stay_names(records: list[Record]) -> None:
     assert sorted(facts) == ["model-index", "model_name", "tags"]
     assert facts["model-index"][0]["name"].startswith("a: b\ufffd---\ufffd<script>\ufffd\ufffd'\"W")
     assert card.split("\n---\n", 1)[1].startswith("\n# Tiny")
+
+
+def test_scores_of_a_benchmark_with_a_leaderboard_are_in_the_hubs_own_form(records: list[Record]) -> None:
+    """Read back by huggingface_hub; percent, whole benchmarks alone, nothing that is in doubt."""
+    comparison = compare(records)
+    assert eval_results(comparison, "qad") == []  # tasks that no leaderboard knows
+    row = dataclasses.replace(comparison.benchmarks[0], task="gsm8k")
+    held = dataclasses.replace(comparison, benchmarks=[row])
+    (entry,) = parse_eval_result_entries(yaml.safe_load(yaml.safe_dump(eval_results(held, "qad"))))
+    assert (entry.dataset_id, entry.task_id) == ("openai/gsm8k", "gsm8k")
+    assert entry.value == round(100 * row.score["qad"].value, 4)
+    assert entry.notes == "lm-evaluation-harness, 0-shot, acc, 300 items"
+    for change in (
+        {"limit": 10},
+        {"imported": True},
+        {"headline": False},
+        {"failed": {"qad": (1, 300)}},
+        {"doubt": {"qad": "x"}},
+    ):
+        assert eval_results(dataclasses.replace(held, benchmarks=[dataclasses.replace(row, **change)]), "qad") == []
