@@ -6,6 +6,10 @@ import argparse
 import math
 from pathlib import Path
 
+from qad.untrusted import clean
+
+_DIGITS = 18  # of any number
+
 
 def path(text: str) -> Path:
     """An empty string, often an unset variable of a shell, would be the current folder."""
@@ -31,6 +35,14 @@ def unsigned(given: str) -> int:
     return _whole(given, 0)
 
 
+def seed(given: str) -> int:
+    """A whole number that every generator takes."""
+    value = _whole(given, 0)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**32, got {value}")
+    return value
+
+
 def counts(given: str) -> list[int]:
     """Whole numbers of 1 or more, separated by commas."""
     return [count(part) for part in given.split(",")]
@@ -48,6 +60,6 @@ def share(given: str) -> float:
 
 
 def _whole(given: str, least: int) -> int:
-    if not given.strip().isdecimal() or int(given) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {given!r}")
+    if not given.strip().isdecimal() or len(given) > _DIGITS or int(given) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {clean(given)!r}")
     return int(given)

@@ -67,7 +67,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=arguments.unsigned, default=0, help="of samples, prompts and order (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of samples, prompts and order (default: 0)")
 
 
 def _out(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def add_validation(parser: argparse.ArgumentParser) -> None:
     _test_text(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto",
                         help="compute dtype in this process (default: auto)")  # fmt: skip
-    parser.add_argument("--seed", type=arguments.unsigned, default=0, help="default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
 
 
 def _fidelity(parser: argparse.ArgumentParser) -> None:

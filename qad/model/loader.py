@@ -36,7 +36,6 @@ _UNLOADABLE = (
     ArithmeticError,
     AssertionError,
     ImportError,
-    AssertionError,
     SyntaxError,
     StrictDataclassError,
 )  # by transformers, and by code that a folder brings
