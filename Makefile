@@ -31,8 +31,15 @@ demo: setup $(MODEL)/config.json
 demo-full: setup $(MODEL)/config.json
 	$(BIN)/qad run smollm2-135m-full --out runs/smollm2-135m-full
 
+# A worker a core, each with one thread. What is skipped is listed at the end, with its reason.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 16 --dist loadfile
+
+# A newcomer's: minutes. Left out is what is marked slow, pipeline or engine.
 test: setup
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) -m "not slow and not pipeline and not engine" $(ARGS)
+
+test-all: setup
+	$(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -84,7 +91,7 @@ $(VLLM_VENV)/.done: pyproject.toml
 	$(VLLM_VENV)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
 	touch $@
 
-# What compares with vLLM's own classes runs in its environment. The others, `-m engine`, are part of `make test`.
+# What compares with vLLM's own classes runs in its environment. The others, `-m engine`, are part of `make test-all`.
 test-in-vllm: vllm-env
 	REQUIRE=in_vllm $(VLLM_VENV)/bin/python -m pytest -q -o filterwarnings=default -m in_vllm \
 		tests/engines/test_exclusion_rules.py tests/engines/test_families.py tests/exact/test_activations.py

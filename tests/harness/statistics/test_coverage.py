@@ -15,6 +15,7 @@ from scipy.special import ndtr, ndtri
 from harness.statistics import intervals, medians, paired_tests
 from harness.statistics.intervals import Floats, Ints
 
+pytestmark = pytest.mark.slow
 SIMULATIONS = 400
 
 
