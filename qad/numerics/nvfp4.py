@@ -12,10 +12,10 @@ Two rules, because two parties quantize
     the weight, or frozen (`qad.numerics.scale_search`).
     Activations, by the engine: vLLM's reference (`fake_quantize_activation`).
 
-Rounding is to nearest, ties to even, everywhere. A negative value that rounds to zero keeps its sign
-(code 8); -0.0 is positive zero (code 0). Every step is FP32, whatever the input's dtype, and divides
-where the reference divides: a multiplication by a reciprocal moves ties. Saturation happens before a
-value is cast, so a stored scale byte of a weight is never NaN and never zero.
+Rounding is to nearest, ties to even, everywhere. A negative value that rounds to zero keeps its sign (code 8); -0.0 is
+positive zero (code 0). Every step is FP32, whatever the input's dtype, and divides where the reference divides: a
+multiplication by a reciprocal moves ties. Saturation happens before a value is cast, so a stored scale byte of a weight is
+never NaN and never zero.
 
 Shape suffixes: N out_features, K in_features, G = K / 16 blocks.
 """
@@ -33,10 +33,8 @@ from qad.numerics.finite import amax, first_not_finite
 from qad.numerics.nibbles import pack, unpack
 
 BLOCK_SIZE = 16
-E2M1_MAX = 6.0
+E2M1_MAX, E4M3_MAX, E4M3_MIN = 6.0, 448.0, 2.0**-9
 E2M1_OVERFLOW = 7.0  # halfway to 8, the next magnitude if there were one: from here on saturation costs more
-E4M3_MAX = 448.0
-E4M3_MIN = 2.0**-9
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _CHUNK = 1 << 14  # blocks quantized at a time: what lies in between stays in its cache ...
@@ -158,10 +156,8 @@ def global_scale_from_amax(amax: Tensor | float, block_scale_max: float = E4M3_M
     """FP32 decode scale of a scale group: amax / (6 * 448), so that the block scale of the largest value is 448.
 
     `block_scale_max`: another block scale for the largest value; four-over-six takes 256.
-
-    An amax so small that the scale would be zero or subnormal (below 3.2e-35, so that its reciprocal could
-    overflow in an engine) gives the scale of amax 1.0. NaN and Inf pass through and are
-    refused by `quantize`.
+    An amax so small that the scale would be zero or subnormal (below 3.2e-35, so that its reciprocal could overflow in an
+    engine) gives the scale of amax 1.0. NaN and Inf pass through and are refused by `quantize`.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32)
     scale = amax / (E2M1_MAX * block_scale_max)
@@ -275,10 +271,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def fake_quantize(
-    weight: Tensor,
-    global_scale: Tensor | None = None,
-    block_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """dequantize(quantize(weight, ...)) in one fused pass, in the weight's dtype, with a straight-through gradient.
 
@@ -383,9 +376,7 @@ def fake_quantize_activation_encoded(x: Tensor, encode_scale: Tensor) -> Tensor:
 
 def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:
     """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar. largest: what the calibrated
-    amax is in units of input_scale.
-
-    """
+    amax is in units of input_scale."""
     limit = input_scale.float() * largest * (1 + 2.0**-22)  # makes up for what input_scale lost when it was rounded
     return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
