@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from export.card_sections import SERVE, made_section, serve_section
 from export.layouts.layout import Layout, scale_leaves
-from export.serving import SERVE, made_section, serve_section
 from qad.arms.arm import Arm
 from qad.arms.kv_cache import OFF
 from qad.arms.selection import Selection

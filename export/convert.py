@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from export.card import relabel
+from export.card_sections import serve_section
 from export.check import check
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
@@ -21,7 +22,6 @@ from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import Scheme
 from export.rules.findings import Finding
 from export.rules.metadata import checked
-from export.serving import serve_section
 from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of

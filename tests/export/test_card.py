@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from export.card_sections import serve_section
 from export.convert import convert
 from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
-from export.serving import serve_section
 from export.writer import export_arm
 from qad.recipes.job import prepare
 from qad.recipes.load import parse_recipe
