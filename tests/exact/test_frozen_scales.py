@@ -70,7 +70,7 @@ def test_scale_bytes_equal_modelopts_static_export_but_for_zero_blocks(name: str
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_quantize_is_dequantize_of_quantize(name: str, dtype: torch.dtype, how: str, strategy: str) -> None:
-    """A3, for frozen scales, after the weights moved too."""
+    """Also after the weights moved."""
     frozen = search_scales({"m": weights(name)}, strategy)["m"]
     weight = moved(weights(name), how).to(dtype)
     fake = nvfp4.fake_quantize(weight, frozen.global_scale, frozen.block_scale)
@@ -103,7 +103,7 @@ def test_the_dynamic_scales_given_back_change_no_bit() -> None:
 
 
 def test_what_outgrows_its_scale_saturates_at_six() -> None:
-    """C20, frozen: tripled, a block keeps its scale, its largest values stay where they were, and it is counted."""
+    """Tripled, a block keeps its scale, its largest values stay where they were, and it is counted."""
     weight = weights("normal")
     frozen = search_scales({"m": weight}, "four_over_six")["m"]
     assert nvfp4.saturated_weight_blocks(weight, frozen).sum() == 0
@@ -132,7 +132,7 @@ def test_dynamic_scales_never_cut_off() -> None:
 
 
 def test_a_global_scale_below_the_weights_saturates_without_nan_and_is_counted() -> None:
-    """A1: the stored global amax is .5, the weight's 1.0 (raw block scale 896)."""
+    """The stored global amax is .5, the weight's 1.0 (raw block scale 896)."""
     weight = torch.zeros(2, 32)
     weight[0] = torch.linspace(-1, 1, 32)
     q = nvfp4.quantize(weight, nvfp4.global_scale_from_amax(0.5))
@@ -144,7 +144,7 @@ def test_a_global_scale_below_the_weights_saturates_without_nan_and_is_counted()
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_zero_block_stores_one_and_takes_what_training_brings(strategy: str) -> None:
-    """A1 for frozen scales: no byte is NaN or zero, a zero block decodes to zero, and is not stuck there."""
+    """No byte is NaN or zero, a zero block decodes to zero, and is not stuck there."""
     weight = weights("zero blocks")
     frozen = search_scales({"m": weight}, strategy)["m"]
     byte = frozen.block_scale.view(torch.uint8)
@@ -162,7 +162,7 @@ def test_a_zero_block_stores_one_and_takes_what_training_brings(strategy: str) -
 
 @pytest.mark.parametrize("bound", [6.0, 60.0])
 def test_the_gradient_is_the_identity_also_at_and_beyond_the_bound(bound: float) -> None:
-    """A4, frozen: scale 1, both ends of -6..6, and beyond."""
+    """Scale 1, both ends of -6..6, and beyond."""
     x = torch.linspace(-bound, bound, 16)[None].requires_grad_()
     nvfp4.fake_quantize(x, ONE, torch.ones(1, 1).to(torch.float8_e4m3fn)).sum().backward()
     assert x.grad is not None
@@ -188,7 +188,6 @@ def test_scales_that_are_none_are_refused(fault: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused_with_its_index(bad: float) -> None:
-    """A12 for frozen scales."""
     frozen = search_scales({"m": weights("normal")}, "mse")["m"]
     weight = weights("normal")
     weight[7, 33] = bad

@@ -56,7 +56,6 @@ def test_every_code_encodes_to_itself() -> None:
 
 
 def test_midpoints_round_to_even_and_their_neighbours_to_the_nearest() -> None:
-    """A8."""
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert codes_of(midpoints.tolist()) == [0, 2, 2, 4, 4, 6, 6]
     assert codes_of(torch.nextafter(midpoints, torch.zeros(7)).tolist()) == [0, 1, 2, 3, 4, 5, 6]
@@ -72,7 +71,6 @@ def test_elements_agree_with_ml_dtypes_on_a_fine_grid() -> None:
 
 
 def test_negative_values_that_round_to_zero_keep_their_sign_and_negative_zero_does_not() -> None:
-    """A10."""
     assert codes_of([-0.01, -0.0, 0.0, 0.01]) == [8, 0, 0, 0]
     value = nvfp4.fake_quantize(torch.tensor([[-0.01, -0.0] + [6.0] * 14]), ONE)
     assert value[0, :2].view(torch.int32).tolist() == [-(2**31), 0]
@@ -100,7 +98,7 @@ def test_scales_round_to_nearest_even_like_ml_dtypes() -> None:
 
 @pytest.mark.parametrize("raw", [449.0, 464.0, 480.0, 1e6])
 def test_a_scale_beyond_the_range_saturates_at_448(raw: float) -> None:
-    """A12: clamped before the cast, whatever the cast does; for activations too."""
+    """Clamped before the cast, whatever the cast does; for activations too."""
     row = torch.zeros(1, 16)
     row[0, 0] = raw * 6
     assert nvfp4.quantize(row, ONE).block_scale.view(torch.uint8).item() == 0x7E
@@ -109,7 +107,7 @@ def test_a_scale_beyond_the_range_saturates_at_448(raw: float) -> None:
 
 
 def test_elements_use_the_rounded_scale() -> None:
-    """A7: in units of the stored scale .42 is 2.44, in units of the raw one 2.52."""
+    """In units of the stored scale .42 is 2.44, in units of the raw one 2.52."""
     weight = torch.zeros(1, 32)
     weight[0, 0], weight[0, 16], weight[0, 17] = 2688.0, 1.0, 0.42
     q = nvfp4.quantize(weight)
@@ -119,14 +117,14 @@ def test_elements_use_the_rounded_scale() -> None:
 
 
 def test_division_not_multiplication_by_a_reciprocal() -> None:
-    """A8: the reciprocal of 7 * 2**-9 moves this tie."""
+    """The reciprocal of 7 * 2**-9 moves this tie."""
     row = torch.zeros(1, 16)
     row[0, 0], row[0, 1] = 7 * 2**-9 * 6, 0.0239257794
     assert nvfp4.dequantize(nvfp4.quantize(row, ONE))[0, 1].item() == 1.5 * 7 * 2**-9
 
 
 def test_a_tiny_block_keeps_the_smallest_scale() -> None:
-    """A2: a raw scale below 2**-10 is not flushed to zero."""
+    """A raw scale below 2**-10 is not flushed to zero."""
     weight = torch.zeros(1, 32)
     weight[0, 0], weight[0, 16:] = 1.0, 1e-6
     q = nvfp4.quantize(weight)
@@ -136,7 +134,7 @@ def test_a_tiny_block_keeps_the_smallest_scale() -> None:
 
 
 def test_a_zero_block_has_scale_one_and_decodes_to_zero() -> None:
-    """A1: the stand-in scale of a zero block is stored as it is, and no byte is NaN."""
+    """The stand-in scale of a zero block is stored as it is, and no byte is NaN."""
     weight = torch.zeros(2, 32)
     weight[0] = torch.linspace(-1, 1, 32)
     q = nvfp4.quantize(weight)
@@ -149,7 +147,7 @@ def test_a_zero_block_has_scale_one_and_decodes_to_zero() -> None:
 
 @pytest.mark.parametrize("amax", [0.0, 1e-36, 1e-39, 1e-45])
 def test_a_vanishing_group_gets_a_normal_scale_with_a_finite_reciprocal(amax: float) -> None:
-    """A5 for zero, A6 for amax whose scale would vanish."""
+    """Zero, and an amax whose scale would vanish."""
     scale = nvfp4.global_scale_from_amax(amax)
     assert scale.item() == torch.tensor(1.0 / 2688).item()
     assert torch.isfinite(1 / scale)
@@ -171,7 +169,7 @@ def test_the_largest_block_scale_of_a_group_is_448() -> None:
 
 
 def test_packing_order() -> None:
-    """A9: the even index in the low nibble."""
+    """The even index in the low nibble."""
     row = torch.zeros(1, 16)
     row[0, 0], row[0, 1] = 0.5, -6.0
     assert nvfp4.quantize(row, ONE).packed[0, 0].item() == 0xF1
@@ -228,7 +226,7 @@ def test_codes_and_packing_equal_compressed_tensors() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [*CASES, ("near-denormal", torch.float32)], ids=str)
 def test_fake_quantize_is_dequantize_of_quantize(name: str, dtype: torch.dtype) -> None:
-    """A3: what trains is what is exported, for every kind of tensor; A2 and A10 for tiny blocks and signed zeros."""
+    """What trains is what is exported, for every kind of tensor; tiny blocks and signed zeros too."""
     weight = weights(name).to(dtype)
     assert same_bits(nvfp4.fake_quantize(weight), nvfp4.dequantize(nvfp4.quantize(weight), dtype))
 
@@ -285,7 +283,6 @@ def test_three_dimensional_weights_are_rows_of_blocks() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_refused_with_its_index(bad: float) -> None:
-    """A12."""
     weight = weights("normal")
     weight[7, 33] = bad
     with pytest.raises(ValueError, match=r"\(7, 33\)"):
@@ -306,7 +303,7 @@ def test_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("bound", [6.0, 60.0])
 def test_the_gradient_is_the_identity_also_at_and_beyond_the_bound(bound: float) -> None:
-    """A4: ones everywhere, both ends of -6..6 included."""
+    """Ones everywhere, both ends of -6..6 included."""
     x = torch.linspace(-bound, bound, 16)[None].requires_grad_()
     nvfp4.fake_quantize(x, ONE / 448).sum().backward()
     assert torch.equal(x.grad, torch.ones(1, 16))

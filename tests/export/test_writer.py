@@ -168,7 +168,7 @@ def test_fused_groups_share_scales_however_different_their_members(
 
 
 def test_zero_weights_export_with_normal_scales(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
-    """A5: a zero Linear, and one whose calibration input is all zero (o_proj behind a zero v_proj); A6: vanishing weights,
+    """A zero Linear, and one whose calibration input is all zero (o_proj behind a zero v_proj); vanishing weights,
     reported. Scales are normal, with finite reciprocals, and what is zero computes zero."""
     tensors = load_file(source / "model.safetensors")
     down, v, o = "mlp.down_proj", "self_attn.v_proj", "self_attn.o_proj"
@@ -200,7 +200,7 @@ def test_zero_weights_export_with_normal_scales(source: Path, build_arm: BuildAr
 def test_zero_rows_export_without_nan_bytes_and_decode_to_zero(
     source: Path, build_arm: BuildArm, tmp_path: Path
 ) -> None:
-    """A1: rows and blocks of zeros in every Linear, next to ordinary ones."""
+    """Rows and blocks of zeros in every Linear, next to ordinary ones."""
     tensors = load_file(source / "model.safetensors")
     arm = open_arm(build_arm(source, tmp_path / "plain"))
     assert arm.selection is not None
@@ -225,7 +225,6 @@ def test_zero_rows_export_without_nan_bytes_and_decode_to_zero(
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_nan_is_named_and_nothing_is_left(source: Path, build_arm: BuildArm, tmp_path: Path, name: str) -> None:
-    """A12."""
     arm = build_arm(source, tmp_path / "arm")
     masters = {n: t.float() for n, t in load_file(source / "model.safetensors").items()}
     masters[name][2, 3] = float("nan")

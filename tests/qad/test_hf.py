@@ -86,7 +86,7 @@ def test_every_tensor_decodes_to_the_fake_quantized_master(exported: tuple[Arm, 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_the_reloaded_export_equal_the_students(exported: tuple[Arm, Path], dtype: str) -> None:
-    """A3: to the bit, in the dtype they were trained in."""
+    """To the bit, in the dtype they were trained in."""
     arm, out = exported
     student = Student(arm, load_model(arm.source, dtype, "cpu")).model
     reloaded, report = AutoModelForCausalLM.from_pretrained(out, dtype=DTYPES[dtype], output_loading_info=True)

@@ -321,7 +321,7 @@ def test_gap_closed_is_not_available_without_a_gap(run: Path, records: list[Reco
 
 
 def test_a_collapsed_benchmark_turns_the_page_red(run: Path, records: list[Record]) -> None:
-    """F3: the median of QAD is fine, one task fell to a third."""
+    """The median of QAD is fine, one task fell to a third."""
 
     def collapse(task: Any) -> Any:
         return dataclasses.replace(

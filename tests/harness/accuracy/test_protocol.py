@@ -40,11 +40,11 @@ def sums(folder: Path, generation: str, query: str = "The river", answer: str = 
     return folder
 
 
-# --- D1: nothing is credited to another model ---
+# --- nothing is credited to another model ---
 
 
 def test_a_second_model_is_asked_itself(tiny: LoadedModel, make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """D1: the same questions, one process, one working folder: every question reaches the second model."""
+    """The same questions, one process, one working folder: every question reaches the second model."""
     other = load(make_llama(tmp_path / "other", seed=3), "float32", "cpu")
     seen: dict[str, list[tuple[int, ...]]] = {}
     results = {}
@@ -61,7 +61,7 @@ def test_a_second_model_is_asked_itself(tiny: LoadedModel, make_llama: Callable[
     assert results["first"] == results["again"] != results["second"]
 
 
-# --- D2: one BOS ---
+# --- one BOS ---
 
 
 def with_bos(tokenizer: Any) -> Any:
@@ -100,7 +100,7 @@ def test_two_bos_are_refused(tiny: LoadedModel, tmp_path: Path) -> None:
         score_tasks(tiny.model, tokenizer, ["sums"], task_path=folder)
 
 
-# --- D3: stop strings and thinking ---
+# --- stop strings and thinking ---
 
 
 def say(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, text: str) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def say(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, text: str) -> list[d
 def test_stop_strings_do_not_fire_while_the_model_thinks(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D3: "<think>a\\n\\nb</think>42", stop at an empty line: 42 is scored, and what follows the stop string is not."""
+    """Of "<think>a\\n\\nb</think>42", stop at an empty line: 42 is scored, and what follows the stop string is not."""
     folder = sums(tmp_path / "t", '{until: ["\\n\\n"], max_gen_toks: 200}')
     say(tiny, monkeypatch, "<think>a\n\nb</think>42\n\nmore")
 
@@ -135,7 +135,7 @@ def test_stop_strings_do_not_fire_while_the_model_thinks(
     assert score() == 0.0, "taken as an ordinary model it stops inside its thinking"
 
 
-# --- D5: room for the prompt ---
+# --- room for the prompt ---
 
 
 def test_generation_that_leaves_no_room_for_a_prompt_is_refused(tiny: LoadedModel, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_generation_that_leaves_no_room_for_a_prompt_is_refused(tiny: LoadedMode
         score_tasks(tiny.model, tiny.tokenizer, ["sums"], task_path=folder)
 
 
-# --- D11: nothing is taken from generation_config ---
+# --- nothing is taken from generation_config ---
 
 
 def test_sampling_is_explicit_and_recorded(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_an_interrupted_measurement_goes_on_sample_by_sample(
 def test_answers_are_never_given_in_another_name(
     tiny: LoadedModel, sums: Places, speak: Speak, tmp_path: Path, changed: str
 ) -> None:
-    """D1: the same questions, the same file; another model, or the same under another engine, is asked itself."""
+    """The same questions, the same file; another model, or the same under another engine, is asked itself."""
     path = tmp_path / "answers.jsonl"
     results = []
     for identity, text in (

@@ -103,7 +103,7 @@ def test_a_gain_outside_its_noise_stands_out() -> None:
 
 
 def test_one_collapsed_benchmark_fails_whatever_the_median_says() -> None:
-    """F3: 23 -> 6 % on one task of three."""
+    """23 -> 6 % on one task of three."""
     good = estimate(1.0, 0.995, 1.005)
     rows = [row("a", qad=good), row("b", qad=good), row("c", qad=estimate(0.26, 0.1, 0.5))]
     found = judge(comparison(rows, qad=good), load_policy(DEFAULT))

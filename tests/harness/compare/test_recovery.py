@@ -76,7 +76,7 @@ def throughput(arm: str, prefill: list[float], decode: list[float], **changes: A
     return record(arm, ThroughputData(points), **changes)
 
 
-# --- recovery: direction, zero, missing (F1) -----------------------------------------------------
+# --- recovery: direction, zero, missing -----------------------------------------------------
 
 
 def test_higher_is_better() -> None:
@@ -180,7 +180,7 @@ def test_baseline_at_chance_has_no_recovery_above_it() -> None:
     assert any("not clearly above chance" in note for note in found.not_compared)
 
 
-# --- noise (D12) ---------------------------------------------------------------------------------
+# --- noise ---------------------------------------------------------------------------------
 
 
 def test_few_differing_items_are_wide_and_say_so() -> None:
@@ -230,7 +230,7 @@ def test_clusters_widen_the_interval() -> None:
     assert width(lambda i: f"c{i // 10}") > 2.5 * width(lambda i: f"c{i}")
 
 
-# --- over benchmarks (F3) ------------------------------------------------------------------------
+# --- over benchmarks ------------------------------------------------------------------------
 
 
 def test_one_collapsed_task_is_the_worst() -> None:
@@ -275,7 +275,7 @@ def test_published_medians() -> None:
 
 
 def test_two_filters_are_both_shown_and_counted_once() -> None:
-    """D8: the same filter for both models, the first in the median, the other named and beside it."""
+    """The same filter for both models, the first in the median, the other named and beside it."""
     found = compare(
         arms(
             bf16=[task(right(20), filter="strict"), task(right(78), filter="flexible")],
@@ -288,7 +288,7 @@ def test_two_filters_are_both_shown_and_counted_once() -> None:
     assert any("filter flexible is shown but not in the median" in note for note in found.not_compared)
 
 
-# --- what is refused (D7) ------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------
 
 
 def test_differing_settings_are_all_named() -> None:

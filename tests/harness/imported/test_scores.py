@@ -157,7 +157,7 @@ def test_a_long_table_names_its_arms_in_a_column(tmp_path: Path) -> None:
 
 
 def test_lower_is_better_zero_and_missing(tmp_path: Path) -> None:
-    """F1 for printed scores: perplexity 10 -> 12.5 is 80 %, a zero baseline is n/a, so is what is missing or NaN."""
+    """Perplexity 10 -> 12.5 is 80 %, a zero baseline is n/a, so is what is missing or NaN."""
     text = (
         "benchmark,bf16,ptq,higher_is_better\nppl,10,12.5,false\nzero,0,0.1,true\nnan,0.5,nan,true\nnone,0.5,-,true\n"
     )

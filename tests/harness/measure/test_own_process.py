@@ -44,7 +44,7 @@ def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_leaking_engine_leaks_into_no_other_measurement(leaky: Path) -> None:
-    """D13: one process a model, its exit awaited; the second one starts with nothing held, and nothing is held here."""
+    """One process a model, its exit awaited; the second one starts with nothing held, and nothing is held here."""
     import json
 
     for _ in range(2):

@@ -81,7 +81,7 @@ def test_the_scales_are_those_of_what_goes_into_the_cache(source: Checkpoint) ->
 
 
 def test_scales_differ_between_layers_and_none_is_the_default(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """B15: K of standard deviation 20."""
+    """K of standard deviation 20."""
     source = open_checkpoint(make_llama(tmp_path / "llama", tie_word_embeddings=False))
     model = load_model(source, "float32", "cpu")
     keys: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ def test_policies() -> None:
 
 
 def test_an_attention_without_v_is_refused() -> None:
-    """B14: V is K."""
+    """V is K."""
     attention = nn.Module()
     attention.add_module("k_proj", nn.Linear(16, 16))
     with pytest.raises(UsageError, match=r"a has a k_proj but no v_proj.*kv_cache to off"):
@@ -134,7 +134,6 @@ def test_an_attention_without_v_is_refused() -> None:
 def test_each_attention_has_one_pair_under_the_names_of_the_layout(
     source: Checkpoint, tmp_path: Path, exclude: tuple[str, ...]
 ) -> None:
-    """B14."""
     out = export(source, tmp_path, "calibrated", exclude=exclude)
     stored = load_file(out / "model.safetensors")
     named = {f"{a}.{c}_proj.{c}_scale" for a in ATTENTIONS for c in ("k", "v")}

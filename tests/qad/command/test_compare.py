@@ -141,7 +141,7 @@ def test_arms_are_named_by_flag_record_or_place(tmp_path: Path, capsys: pytest.C
 def test_runs_that_are_not_comparable_are_refused_and_every_difference_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """D7: task version, few-shot, limit, seed, template hash, generation settings, backend, filter."""
+    """Task version, few-shot, limit, seed, template hash, generation settings, backend, filter."""
     base = record("bf16", AccuracyData([task("facts", "bf16", protocol={"chat_template_sha": "a", "gen": {"t": 0}})]))
     other = record(
         "ptq",

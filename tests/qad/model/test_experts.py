@@ -161,7 +161,6 @@ def _spare_the_last_three(module: torch.nn.Module, args: tuple[torch.Tensor, ...
 def test_experts_without_tokens_take_the_shared_input_scale_and_are_listed(
     make_qwen3: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """B3."""
     model, selection = top_one(make_qwen3, tmp_path / "source")
     with pytest.warns(UserWarning, match="6 experts saw no token"):
         found = calibrate(model, selection, text())
@@ -207,7 +206,7 @@ def test_padding_is_not_observed_inside_experts(moe_dir: Path) -> None:
 
 
 def test_a_layer_whose_experts_all_saw_nothing_is_an_error(moe_dir: Path) -> None:
-    """B5: nothing observed is never a scale."""
+    """Nothing observed is never a scale."""
     source = open_checkpoint(moe_dir)
     selection = select(load_skeleton(source), "NVFP4")
     model = load_model(source, "float32", "cpu")
@@ -223,7 +222,7 @@ def test_a_layer_whose_experts_all_saw_nothing_is_an_error(moe_dir: Path) -> Non
 
 
 def test_the_export_has_the_hubs_names_and_passes_the_checker(exported: tuple[Arm, Path]) -> None:
-    """B1 for each expert's pair, B6 for routers."""
+    """Each expert's pair shares its scale; routers are left alone."""
     arm, out = exported
     stored, assumed = load_file(out / "model.safetensors"), arm.selection
     assert assumed is not None

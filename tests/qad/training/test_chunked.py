@@ -54,7 +54,7 @@ def test_chunked_equals_dense_in_loss_and_gradient(chunk: int) -> None:
 
 
 def test_c5_chunked_equals_dense_at_a_wide_vocabulary_and_keeps_nothing_of_its_width() -> None:
-    """C5: V=4096, T=512."""
+    """V=4096, T=512."""
     c = case(1, tokens=512, vocabulary=4096)
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
@@ -119,7 +119,7 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 
 
 def test_c1_rows_beyond_the_shared_vocabulary_take_no_part_and_get_no_gradient() -> None:
-    """C1: teacher V=576, student V=512, tokenizer of 500."""
+    """Teacher V=576, student V=512, tokenizer of 500."""
     c = case(9)
     teacher_head = torch.randn(576, H, generator=torch.Generator().manual_seed(10)) * 0.5
     targets = TeacherLogits(c.teacher, Head(teacher_head).sharing(500))

@@ -111,7 +111,7 @@ def test_a_dynamic_arm_holds_none(tiny_llama_dir: Path, text_file: Path, tmp_pat
 
 
 def test_training_keeps_the_scales_and_the_export_stores_them(trained: Path, tmp_path: Path) -> None:
-    """C11, C12: the trained arm and both exports hold the bytes that calibration found; nothing is searched again."""
+    """The trained arm and both exports hold the bytes that calibration found; nothing is searched again."""
     ptq, arm = open_arm(trained / "ptq"), open_arm(trained / "qad")
     frozen = (ptq.folder / "frozen.safetensors").read_bytes()
     assert (arm.folder / "frozen.safetensors").read_bytes() == frozen
@@ -130,7 +130,7 @@ def test_training_keeps_the_scales_and_the_export_stores_them(trained: Path, tmp
 
 
 def test_logits_of_the_reloaded_export_equal_the_students_after_training(trained: Path, tmp_path: Path) -> None:
-    """A3: to the bit, with every weight moved from where its scales were found."""
+    """To the bit, with every weight moved from where its scales were found."""
     arm = open_arm(trained / "qad")
     student = Student(arm, load_model(arm.source, "float32", "cpu"))
     export_arm(arm.folder, tmp_path / "out")
@@ -189,7 +189,7 @@ def killed_after(step: int, prepared: Job, folder: Path) -> None:
 def test_resumed_equals_uninterrupted_to_the_bit(
     trained: Path, tiny_llama_dir: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """C11: masters, scales, losses and counts."""
+    """Masters, scales, losses and counts."""
     whole = open_arm(trained / "qad")
     prepared = job(tiny_llama_dir, text_file, whole.scales)
     killed_after(4, prepared, tmp_path)
@@ -214,7 +214,7 @@ def without(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize("lost", ["all frozen scales", "a block scale", "a global scale", "an input scale"])
 def test_resuming_without_a_scale_is_an_error(tiny_llama_dir: Path, text_file: Path, tmp_path: Path, lost: str) -> None:
-    """C11: training never goes on with a quantizer less than it began with."""
+    """Training never goes on with a quantizer less than it began with."""
     prepared = job(tiny_llama_dir, text_file)
     killed_after(3, prepared, tmp_path)
     ptq = tmp_path / "ptq"
@@ -283,7 +283,7 @@ def student_of(prepared: Job, folder: Path) -> Student:
 def test_a_weight_that_trebles_is_recomputed_or_saturates_and_is_counted(
     tiny_llama_dir: Path, text_file: Path, tmp_path: Path, scales: str
 ) -> None:
-    """C20: dynamic scales follow, equal within the fused group; frozen ones stay, and every block of the group counts."""
+    """Dynamic scales follow, equal within the fused group; frozen ones stay, and every block of the group counts."""
     student = student_of(job(tiny_llama_dir, text_file, scales), tmp_path)
     masters = {m: student.masters[f"{m}.weight"] for m in (GATE, UP)}
     before = quantize_group(masters, student.frozen)
@@ -320,7 +320,7 @@ def test_a_weight_that_trebles_is_recomputed_or_saturates_and_is_counted(
 
 
 def test_an_export_of_weights_beyond_their_scales_counts_the_blocks_in_a_warning(trained: Path, tmp_path: Path) -> None:
-    """A1: the stored global amax is half the weight's; bytes stay below NaN and the file is whole."""
+    """The stored global amax is half the weight's; bytes stay below NaN and the file is whole."""
     arm = open_arm(trained / "ptq")
     assert arm.selection is not None
     frozen = {m: scales for group in arm.selection.groups for m, scales in arm.frozen_scales(group).items()}

@@ -78,7 +78,7 @@ def student(source: Checkpoint, tmp_path: Path) -> Student:
 
 @pytest.mark.parametrize("method", ["qad", "qat"])
 def test_c3_accumulation_changes_neither_loss_nor_gradient(student: Student, source: Checkpoint, method: str) -> None:
-    """C3: batch 4 x 1 and 1 x 4, windows of uneven supervision, so that a mean of means would differ."""
+    """Batch 4 x 1 and 1 x 4, windows of uneven supervision, so that a mean of means would differ."""
     supervised = torch.rand(4, 32, generator=torch.Generator().manual_seed(0)) < torch.tensor(
         [[0.1], [0.3], [0.6], [0.9]]
     )
@@ -105,13 +105,13 @@ def test_c3_two_ranks_sum_to_the_whole(student: Student, source: Checkpoint) -> 
 def test_c2_padding_changes_neither_loss_nor_gradient(
     student: Student, source: Checkpoint, left: int, right: int, method: str
 ) -> None:
-    """C2: 0 or 64 extra padding tokens on either side."""
+    """0 or 64 extra padding tokens on either side."""
     objective, w = make_objective(student, source, method), windows()
     assert_same(gradients(student, objective, w, 4), gradients(student, objective, padded(w, left, right, 0), 4))
 
 
 def test_c9_a_micro_batch_without_a_supervised_token_contributes_nothing(student: Student, source: Checkpoint) -> None:
-    """C9: one fully masked window among good ones."""
+    """One fully masked window among good ones."""
     whole = windows()
     counted = whole.counted_ST.clone()
     counted[2] = False

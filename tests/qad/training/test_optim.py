@@ -28,7 +28,7 @@ def masters(frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
 
 
 def test_c10_fp32_masters_move_at_1e6_where_bf16_weights_do_not() -> None:
-    """C10: all weights 0.01, constant gradient, AdamW 1e-6, 100 steps: the master ends at about 0.0099."""
+    """All weights 0.01, constant gradient, AdamW 1e-6, 100 steps: the master ends at about 0.0099."""
     weights = masters()
     optimizer = make_optimizer(config(lr=1e-6), weights)
     low = torch.full((4, 4), 0.01, dtype=torch.bfloat16).requires_grad_()

@@ -69,7 +69,7 @@ def test_every_parameter_is_the_decoded_export(source: Checkpoint, tmp_path: Pat
 
 
 def test_scales_follow_the_weights(student: Student) -> None:
-    """C20: multiplied by 3 after calibration, a weight is deployed with new scales, equal within its group."""
+    """Multiplied by 3 after calibration, a weight is deployed with new scales, equal within its group."""
     group = next(g for g in student.selection.groups if len(g) == 3)
     before = group_global_scale({m: student.masters[f"{m}.weight"] for m in group})
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_calibration_sees_the_largest_input_whatever_the_batching(source: Checkp
 
 
 def test_zero_unreached_and_infinite_activations(source: Checkpoint) -> None:
-    """A5: a layer that sees only zeros gets the scale of amax 1.0."""
+    """A layer that sees only zeros gets the scale of amax 1.0."""
     selection = select(load_skeleton(source), "NVFP4")
     zeros = {m: torch.zeros(()) for m in selection.modules}
     assert {s.item() for s in group_input_scales(zeros, selection, 1.0).values()} == {torch.tensor(1 / 2688).item()}

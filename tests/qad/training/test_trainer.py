@@ -241,7 +241,7 @@ def test_a_larger_teacher_with_a_padded_vocabulary(
 def test_c9_a_step_without_a_supervised_token_changes_nothing_and_is_counted(
     tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C9: the second of three steps is fully masked."""
+    """The second of three steps is fully masked."""
     whole = Job.train_windows
 
     def masked(job: Job) -> Windows:
@@ -305,7 +305,7 @@ def test_weight_only_steps_leave_activations_alone_and_validation_does_not(
 def test_c14_a_state_saved_mid_run_holds_the_student_alone(
     tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C14: no teacher tensors, three numbers a student parameter and the optimizer's step."""
+    """No teacher tensors, three numbers a student parameter and the optimizer's step."""
     advance = Trainer._advance
 
     def killed(self: Trainer, bar: object) -> None:
