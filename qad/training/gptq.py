@@ -88,7 +88,8 @@ class _Rounding:
         self.decided: dict[str, FrozenScales] = {}
         self._model, self._selection, self._weight_of = model, selection, weight_of
         self._input_scales, self._frozen, self._progress = input_scales, frozen, progress
-        self._counted_BT = None if batch.counted_ST.all() else batch.counted_ST
+        device = next(model.parameters()).device
+        self._counted_BT = None if batch.counted_ST.all() else batch.counted_ST.to(device)
         self._group_of = {name: group for group in selection.groups for name in group}
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None
 
