@@ -4,7 +4,7 @@ Members of a scale group share one global scale and one input scale, because an 
 for one of each: TensorRT-LLM refuses unequal ones, vLLM takes the maximum and serves the others wrong. Source of `fused`:
 `packed_modules_mapping` of vLLM's model classes (tests/engines/test_families.py holds every row against it).
 
-A row is found by `model_type` of config.json; what no row lists has the default one and is untried.
+A row is found by `model_type` of config.json; what no row lists has the default one, as most architectures do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Family:
     embeddings: last parts of the names of token embeddings.
     layer_kind: of every layer where config.json lists no kinds; None: attention.
     state_heads: keys of config.json that count the heads of a recurrent state.
-    tried: walked through PTQ, export, check, reload and training (docs/families.md).
     """
 
     model_types: tuple[str, ...] = ()
@@ -70,7 +69,6 @@ class Family:
     embeddings: tuple[str, ...] = ("embed_tokens", "wte", "embed_in", "word_embeddings")
     layer_kind: str | None = None
     state_heads: tuple[str, ...] = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
-    tried: bool = False
 
     def siblings_of(self, module: str) -> tuple[str, ...]:
         """Full names of all modules that would share a scale group with `module`, itself included, existing or not."""
@@ -151,14 +149,10 @@ _INDEXED = "engines fuse it with a projection of another module, the indexer"
 
 DEFAULT = Family()
 ROWS = (
-    Family(("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "glm4", "olmo2", "smollm3"), tried=True),
-    Family(("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"), tried=True),
-    Family(("granitemoehybrid", "bamba", "lfm2", "qwen3_next"), tried=True),
     # Gated delta rule with the four projections stored apart; vLLM makes two of them.
     Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "minicpmv4_6", "minicpmv4_7"), fused=_DELTA),
-    Family(("falcon_h1",), layer_kind="hybrid", tried=True),
+    Family(("falcon_h1",), layer_kind="hybrid"),
     Family(("mamba2",), state_heads=(*DEFAULT.state_heads, "num_heads")),
-    Family(("jamba",), tried=True),
     Family(("gpt_neox",), head="embed_out", row_parallel=(*DEFAULT.row_parallel, "dense")),
     # Linear attention with a gate beside q, k and v; its other attention has no gate.
     Family(("olmo_hybrid",), fused=(*_FUSED, ("in_proj_qkvg", ("q_proj", "k_proj", "v_proj", "g_proj")))),
@@ -175,6 +169,11 @@ ROWS = (
     Family(("phi",), row_parallel=("dense", "fc2")),
     Family(("gpt2", "gpt_bigcode", "starcoder2"), row_parallel=("o_proj", "c_proj")),
 )  # fmt: skip
+# Walked the whole way by `make families`: a row on docs/reference/families.md that is whole.
+TRIED = frozenset((
+    "bamba", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_neox", "jamba", "llama", "mistral", "nemotron_h",
+    "olmo2", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "smollm3",
+))  # fmt: skip
 _BY_TYPE = {name: row for row in ROWS for name in row.model_types}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from qad.arms.selection import Selection
 from qad.errors import UsageError
-from qad.model.families import family_name, family_of
+from qad.model.families import TRIED, family_name
 from qad.model.isolation import Isolation, kind_of, probe
 from qad.model.names import names_of
 
@@ -32,7 +32,7 @@ def one_document_a_row(
                 "from a model of the next token"
             )
         say(f"       {_told(called, each)}")
-    if not family_of(model.config).tried:
+    if family_name(model.config) not in TRIED:
         checks = (
             "1 check passed"
             if found.packed is None
