@@ -68,7 +68,7 @@ class Policy(Strict):
         return {name: found for name in THRESHOLDS if (found := getattr(self, name)) is not None}
 
 
-THRESHOLDS = ("median_recovery", "worst_benchmark", "kl", "top1", "memory_ratio", "speed_up", "failure_share")
+THRESHOLDS = tuple(name for name in Policy.model_fields if name not in ("name", "about", "confidence"))
 
 
 def shipped_policies() -> list[str]:

@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from qad import __version__
@@ -347,8 +348,10 @@ def _gate(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from qad.command.run import report_run
+    from qad.lock import only_one
 
-    say(f"report: {report_run(args.run, say, args.policy)}")
+    with only_one(args.run) if args.run.is_dir() else nullcontext():
+        say(f"report: {report_run(args.run, say, args.policy)}")
     return 0
 
 
