@@ -164,6 +164,7 @@ def test_without_input_quantization_the_head_sees_its_input_as_it_is(exported: t
     assert torch.equal(Head.of(student.model).quantize_input(hidden), hidden)
 
 
+@pytest.mark.filterwarnings("ignore:.*inputs lie above what was calibrated:UserWarning")
 def test_saturated_inputs_are_counted_for_every_format(exported: tuple[Arm, Path]) -> None:
     arm = exported[0]
     student = Student(arm, load_model(arm.source, "float32", "cpu"))
