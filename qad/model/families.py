@@ -171,8 +171,9 @@ ROWS = (
 )  # fmt: skip
 # Walked the whole way by `make families`: a row on docs/reference/families.md that is whole.
 TRIED = frozenset((
-    "bamba", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_neox", "jamba", "llama", "mistral", "nemotron_h",
-    "olmo2", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "smollm3",
+    "bamba", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe", "gpt_neox", "granite",
+    "granitemoehybrid", "jamba", "lfm2", "llama", "mistral", "mistral3", "mixtral", "nemotron_h", "olmo2", "phi3",
+    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_vl", "smollm3", "smolvlm",
 ))  # fmt: skip
 _BY_TYPE = {name: row for row in ROWS for name in row.model_types}
 
