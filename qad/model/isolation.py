@@ -6,8 +6,8 @@ from one document to the next, and some models ask for no mask. So each architec
     packed    hidden states of a document behind another one, against those of the document alone
     followed  hidden states of a document with other tokens behind it, against those of the document alone
 
-The largest relative difference of the first was at most 5e-7 for attention alone and .04 to 1.2 for what leaks, in FP32 on a
-CPU (35 families, transformers 5.24).
+The largest relative difference of the first was at most 7e-7 for attention alone and .04 to 1.2 for what leaks, in FP32 on a
+CPU (34 families, transformers 5.24).
 """
 
 from __future__ import annotations
