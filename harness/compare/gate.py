@@ -114,6 +114,8 @@ def _next_action(comparison: Comparison, arm: str, check: Check, outcomes: dict[
         return f"{train}; or give sensitive modules another format (quantize.formats)"
     needed = [c.items_needed for c in comparison.contrasts if (c.arm, c.against) == (arm, BASELINE) and c.items_needed]
     if check.value is None:
+        if "recovery" in check.rule and _unfit(comparison, arm):
+            return f"measure benchmarks that {arm_label(BASELINE)} can answer"
         return f"measure it: {check.rule}"
     more = f"measure {max(needed):,} items a benchmark" if needed and "recovery" in check.rule else "measure more"
     return f"undecided: {more}, or {train}"
@@ -139,12 +141,23 @@ def _checks(comparison: Comparison, policy: Policy, arm: str) -> list[Check]:
 
 def _median(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     check = _check("median_recovery", "median recovery", threshold, comparison.median_recovery.get(arm), _percent)
+    if check.value is None and (unfit := _unfit(comparison, arm)):
+        return dataclasses.replace(check, why=unfit)
     doubts = _doubts([row for row in comparison.benchmarks if row.headline], arm)
     return _undecided(check, doubts) if check.outcome == PASS and doubts else check
 
 
 def _doubts(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
     return [f"recovery on {row.label}: {row.doubt[arm]}" for row in rows if arm in row.doubt]
+
+
+def _unfit(comparison: Comparison, arm: str) -> str:
+    """Why an arm has scores and no recovery: bf16 is at chance, or at 0. Empty where it has a recovery, or no scores."""
+    scored = [row.label for row in comparison.benchmarks if arm in row.score and BASELINE in row.score]
+    if not scored or arm in comparison.median_recovery:
+        return ""
+    several = f" and {len(scored) - 1} more" if len(scored) > 1 else ""
+    return f"{arm_label(BASELINE)} does not score clearly above chance on {scored[0]}{several}, so there is no recovery"
 
 
 def _undecided(check: Check, doubts: list[str]) -> Check:
@@ -161,7 +174,9 @@ def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     found = [(row, recovery) for row in rows if (recovery := row.recovery.get(arm)) is not None]
     if not found:
         check = _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)
-        return _undecided(check, doubts) if (doubts := _doubts(rows, arm)) else check
+        if doubts := _doubts(rows, arm):
+            return _undecided(check, doubts)
+        return dataclasses.replace(check, why=_unfit(comparison, arm) or check.why)
     checks = [
         _check("worst_benchmark", f"recovery on {row.label}", threshold, recovery, _percent) for row, recovery in found
     ]
@@ -263,7 +278,8 @@ def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Ch
 def _lead(comparison: Comparison, arm: str) -> str:
     median = comparison.median_recovery.get(arm)
     if median is None:
-        return f"{arm_label(arm)} has no recovery that was measured"
+        kind = "tells anything" if _unfit(comparison, arm) else "was measured"
+        return f"{arm_label(arm)} has no recovery that {kind}"
     label, worst = comparison.worst[arm]
     over = f", the worst of {median.n} benchmarks, {label}, {_with_interval(worst, _percent)}" if median.n > 1 else ""
     return f"{arm_label(arm)} recovers {_with_interval(median, _percent)} of BF16's score{over}"

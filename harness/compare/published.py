@@ -85,8 +85,13 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
             who = BASELINE if first.higher_is_better else arm
             notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores 0")
             continue
+        if first.higher_is_better and _at_chance(bottom):
+            notes.append(
+                f"{first.task} (imported): recovery of {arm} is not scored, {BASELINE} is not clearly above chance"
+            )
+            continue
         recovery[arm] = _recovery(top, bottom, 0.0)
-        if first.chance is not None and first.higher_is_better and bottom.value > first.chance:
+        if first.chance is not None and first.higher_is_better:
             above[arm] = _recovery(top, bottom, first.chance)
         deviations[arm] = _deviations(top, bottom, first.higher_is_better, stream, number)
         if first.higher_is_better and (why := doubtful(recovery[arm])):
@@ -101,6 +106,11 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         recovery_above_chance=above, flips={}, limit=settings.get("limit"), headline=headline, imported=True, doubt=doubt,
     )  # fmt: skip
     return PairedScores(row, {}, NO_ITEMS, deviations)
+
+
+def _at_chance(score: PublishedScore) -> bool:
+    """As of measured scores: whether bf16 is not clearly above what guessing scores; without an error, not above it."""
+    return score.chance is not None and score.value - Z * (standard_error(score) or 0.0) <= score.chance
 
 
 def _score(score: PublishedScore) -> Estimate:

@@ -2,8 +2,9 @@
 
 CSV             benchmark,bf16,ptq,qad or benchmark,arm,score: printed means, without items. Further columns, all
                 optional: metric, items, repeats, stderr, maximum (of the score; 100 where the file holds anything
-                above 1, else 1), higher_is_better, chance, and any other name, which is a setting that must be
-                equal between arms (n_shot, version, ...). Lines `# source: ...` and `# model: ...` come first.
+                above 1, else 1), higher_is_better (true or false), chance, and settings that must be equal between
+                arms: n_shot, version, filter, limit, template, seed, temperature, top_p, max_tokens, and in a table
+                with the column score any other name. Lines `# source: ...` and `# model: ...` come first.
 lm-eval         a folder with results_DATE.json, and samples_TASK_DATE.jsonl where --log_samples was given: with
                 samples, items that are paired; without, printed means with their standard error.
 NeMo Evaluator  results.jsonl, or a folder of BENCHMARK/results.jsonl: one line a problem and repeat.
@@ -31,6 +32,7 @@ from qad.untrusted import clean, count, is_number, json_lines
 
 _CSV_FACTS = ("benchmark", "arm", "score", "metric", "items", "repeats", "stderr", "maximum", "higher_is_better",
               "chance")  # fmt: skip
+_YES, _NO = ("", "true", "yes", "1", "-"), ("false", "no", "0")
 _SETTINGS = ("n_shot", "version", "filter", "limit", "template", "seed", "temperature", "top_p", "max_tokens")
 
 
@@ -112,7 +114,7 @@ def _unit(path: Path, cells: list[tuple[int, dict[str, str], str, float]]) -> fl
 
 
 def _lower(row: dict[str, str]) -> bool:
-    return row.get("higher_is_better", "").lower() in ("false", "no", "0")
+    return row.get("higher_is_better", "").lower() in _NO
 
 
 def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
@@ -143,13 +145,17 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
         raise DataError(f"{path} has no rows: give a header line and one line a benchmark")
     notes = {match[1]: match[2] for match in found if match}
     rows = [dict(itertools.zip_longest(columns, (cell.strip() for cell in entry), fillvalue="")) for entry in entries]
+    for line, row in enumerate(rows, 1):
+        if (said := row.get("higher_is_better", "").lower()) not in (*_YES, *_NO):
+            raise DataError(f"{path}, row {line}: higher_is_better is {clean(said)!r}: write true or false")
     return notes.get("source", path.name), notes.get("model", MODEL), rows
 
 
 def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: float) -> PublishedScore:
     lower = _lower(row)
     items, repeats, stderr = (_number(path, line, row, name, least) for name, least in _LEAST.items())
-    settings: dict[str, Any] = {name: row[name] for name in _SETTINGS if row.get(name)}
+    others = (name for name in row if "score" in row and name not in (*_CSV_FACTS, *_SETTINGS))
+    settings: dict[str, Any] = {name: row[name] for name in (*_SETTINGS, *others) if row.get(name)}
     for name in ("n_shot", "limit"):
         if name in settings:
             settings[name] = int(_number(path, line, row, name) or 0)

@@ -70,6 +70,21 @@ def test_a_threshold_is_held_against_the_interval_unrounded(
     assert found.exit_code == {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}[outcome]
 
 
+@pytest.mark.parametrize("threshold", ["median_recovery", "worst_benchmark"])
+def test_scores_without_a_recovery_are_not_called_unmeasured(threshold: str) -> None:
+    """bf16 at chance on every benchmark: the reason is that, and measuring the same again is no remedy."""
+    scored = [dataclasses.replace(row(task, ptq=None), chance=0.5) for task in ("a", "b")]
+    at_chance = Comparison(["bf16", "ptq"], scored, {}, {}, {}, None, None, {}, [])
+    found = judge(at_chance, policy(**{threshold: RECOVERY}))
+    assert found.outcome == INCONCLUSIVE
+    assert (
+        "BF16 does not score clearly above chance on a (acc) and 1 more" in found.reason
+        or "on a and 1 more" in found.reason
+    )
+    assert "measured" not in found.paragraph
+    assert found.next_action == "measure benchmarks that BF16 can answer"
+
+
 def test_a_number_that_rounds_onto_the_limit_is_shown_apart_from_it() -> None:
     found = judge(comparison(ptq=estimate(0.98996, 0.9898, 0.98998)), policy(median_recovery=RECOVERY))
     assert found.outcome == FAIL

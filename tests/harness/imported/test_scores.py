@@ -180,8 +180,27 @@ def test_settings_of_printed_scores_have_to_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bf16", "items", "scored"), [(25.2, "14000", False), (25.2, "", True), (25, "", False), (80, "14000", True)]
+)
+def test_a_printed_baseline_at_chance_is_not_scored(tmp_path: Path, bf16: float, items: str, scored: bool) -> None:
+    text = f"benchmark,bf16,ptq,chance,items\nmmlu,{bf16},{bf16},25,{items}\nother,90,90,,\n"
+    found = compare(read(tmp_path / "t.csv", text))
+    row = found.benchmarks[0]
+    assert (row.recovery["ptq"] is not None) == (row.recovery_above_chance["ptq"] is not None) == scored
+    assert any("bf16 is not clearly above chance" in note for note in found.not_compared) == (not scored)
+
+
+def test_every_further_column_of_a_long_table_is_a_setting(tmp_path: Path) -> None:
+    text = "benchmark,arm,score,thinking\naime,bf16,0.61,on\naime,ptq,0.58,off\n"
+    with pytest.raises(DataError, match=r"thinking under filter none \(bf16 on, ptq off\)"):
+        compare(read(tmp_path / "long.csv", text))
+    assert compare(read(tmp_path / "equal.csv", text.replace("off", "on"))).benchmarks[0].recovery["ptq"] is not None
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("benchmark,bf16,higher_is_better\nppl,9,f\n", "row 1: higher_is_better is 'f': write true or false"),
         ("benchmark,bf16\narc,high\n", "bf16 is 'high', expected a number"),
         ("benchmark,bf16\narc,1e400\n", "bf16 is '1e400', expected a finite number"),
         ("benchmark,bf16,items\narc,50,0\n", "items is '0', expected 1 or more"),
