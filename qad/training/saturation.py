@@ -32,12 +32,14 @@ _REMEDIES = {
 
 
 class Saturation:
-    """Counts of one student. `shares` holds those of the last `counting` block."""
+    """Counts of one student; `weights` are its masters by name in the checkpoint.
+
+    `shares` holds the counts of the last `counting` block.
+    """
 
     def __init__(
         self, arm: Arm, model: nn.Module, weights: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]
     ) -> None:
-        """weights: masters by name in the checkpoint."""
         self.shares: dict[str, float | None] = dict(UNCOUNTED)
         self._arm, self._model, self._weights, self._frozen = arm, model, weights, frozen
         self._inputs = InputSaturation()
