@@ -142,18 +142,46 @@ def _own_files(folder: Folder) -> Iterator[Finding]:
     if not any((folder.path / name).is_file() for name in _TOKENIZERS):
         yield warning("E11", "tokenizer", f"there is none ({', '.join(_TOKENIZERS)})", "copy it from the source model")
     yield from _ids_without_row(folder)
+    yield from _ends_of_text(folder)
+
+
+def _rows(folder: Folder) -> int:
+    """Of the embedding, 0 where it has none of the usual names."""
+    return max(
+        (entry.shape[0] for m in folder.embeddings if (entry := folder.entry(f"{m}.weight")) and entry.shape), default=0
+    )
+
+
+def _tokens(folder: Folder) -> list[tuple[int, str]]:
+    """(id, token) of tokenizer.json."""
+    tokenizer = mapping(read_json(folder.path / "tokenizer.json"))
+    vocabulary = mapping(mapping(tokenizer.get("model")).get("vocab"))
+    added = [mapping(token) for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
+    ids = [(index, token) for token, index in vocabulary.items() if isinstance(index, int)]
+    return ids + [(index, str(t.get("content"))) for t in added if isinstance(index := t.get("id"), int)]
+
+
+def _ends_of_text(folder: Folder) -> Iterator[Finding]:
+    """The end of text that generation_config.json stops at has a row, and is also the tokenizer's: engines go by the one, by the
+    other, or by both."""
+    said = mapping(read_json(folder.path / "generation_config.json")).get("eos_token_id")
+    ends = [end for end in (said if isinstance(said, list) else [said]) if isinstance(end, int)]
+    rows = _rows(folder)
+    if rows and ends and not 0 <= min(ends) <= max(ends) < rows:
+        yield warning("E11", "generation_config.json", f"eos_token_id is {said}, the embedding has {rows} rows: a text does not "
+                      "end there", "copy it from the source model")  # fmt: skip
+    token = mapping(read_json(folder.path / "tokenizer_config.json")).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    own = next((index for index, text in _tokens(folder) if text == token), None)
+    if ends and own is not None and own not in ends:
+        yield warning("E11", "generation_config.json", f"eos_token_id is {said}, the tokenizer's end of text {token!r} is {own}: "
+                      "engines that go by one of the two do not stop", "give eos_token_id every end of text")  # fmt: skip
 
 
 def _ids_without_row(folder: Folder) -> Iterator[Finding]:
     """Every id of tokenizer.json has a row in the embedding."""
-    rows = max(
-        (entry.shape[0] for m in folder.embeddings if (entry := folder.entry(f"{m}.weight")) and entry.shape), default=0
-    )
-    tokenizer = read_json(folder.path / "tokenizer.json") or {}
-    vocabulary = mapping(mapping(tokenizer.get("model")).get("vocab"))
-    added = [mapping(token) for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
-    ids = [(index, token) for token, index in vocabulary.items() if isinstance(index, int) and index >= rows]
-    ids += [(index, str(t.get("content"))) for t in added if isinstance(index := t.get("id"), int) and index >= rows]
+    rows = _rows(folder)
+    ids = [(index, token) for index, token in _tokens(folder) if index >= rows]
     if rows and ids:
         index, token = min(ids)
         yield warning("E11", "tokenizer.json", f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine "

@@ -83,7 +83,7 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
         if not bottom.value > 0:
             who = BASELINE if first.higher_is_better else arm
-            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores 0")
+            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores {bottom.value:.3g}")
             continue
         if first.higher_is_better and _at_chance(bottom):
             notes.append(

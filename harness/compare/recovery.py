@@ -152,7 +152,8 @@ def _benchmark(
         flips[arm] = _flips(base, usable[arm], first.higher_is_better)
         top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
         if not bottom.mean() > 0:
-            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if first.higher_is_better else arm} scores 0")
+            who = BASELINE if first.higher_is_better else arm
+            notes.append(f"{label}: recovery of {arm} is n/a, {who} scores {bottom.mean():.3g}")
             continue
         if _at_chance(first, bottom, cluster):
             notes.append(f"{label}: recovery of {arm} is not scored, {BASELINE} is not clearly above chance")

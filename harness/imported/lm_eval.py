@@ -127,7 +127,14 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
             m for m in rows[0]["metrics"] if is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
         )  # fmt: skip
         filters = dict.fromkeys(row["filter"] for row in rows)
-        facts = _task_facts(raw, task)
+        facts, asked = _task_facts(raw, task), _items(raw, task)
+        for name in filters:
+            held = sum(row["filter"] == name for row in rows)
+            if asked and held != asked:
+                raise DataError(
+                    f"{file} holds {held} of the {asked} questions asked (filter {clean(name)}), so its mean is not the "
+                    "score: fetch the whole file, or remove it for the printed scores"
+                )
         return [
             TaskScore(
                 task=task, version=facts["version"], metric=metric, filter=name, n_shot=facts["n_shot"],

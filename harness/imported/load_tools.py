@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,7 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
     found = tool or recognize(documents)
     if found is None:
         raise DataError(f"{path} is no result file of {', '.join(_TOOLS.values())}: check the path or give --from")
-    require_one_model([(path, str(model)) for document in documents if (model := mapping(document).get("model_id"))],
-                      "give the runs of one model")  # fmt: skip
+    require_one_model(((path, _model(mapping(document))) for document in documents), "give the runs of one model")
     try:
         cells = _READERS[found](documents, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
@@ -68,7 +67,28 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
         if told:
             raise UsageError(f"--concurrency {concurrency}: {path} says what its load is, {told}")
         cells = [dataclasses.replace(cell, concurrency=concurrency) for cell in cells]
-    return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found]]), found
+    return ServingData(
+        driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found], *_unseen(documents)]
+    ), found
+
+
+def _model(run: Mapping[str, Any]) -> str:
+    """What a run was of: vLLM's model_id, SGLang's server, and the tag that its user gave it ("" where none is told). SGLang
+    appends every run of a day to one file."""
+    server = mapping(run.get("server_info"))
+    named = run.get("model_id") or server.get("model_path") or server.get("served_model_name")
+    return " ".join(str(part) for part in (named, run.get("tag")) if part)
+
+
+def _unseen(documents: Sequence[Any]) -> list[str]:
+    """What of the documents is in no cell, in words."""
+    notes = []
+    if any(_no_first_token(mapping(d)) for d in documents):
+        notes.append("the time to the first token is printed as 0, so some requests showed no token: it is left out, and the "
+                     "time per output token that is made from it")  # fmt: skip
+    if cancelled := sum(_cancelled(mapping(d)) for d in documents):
+        notes.append(f"{cancelled} requests were cancelled by the load tool: neither a success nor a failure")
+    return notes
 
 
 def is_load_result(path: Path) -> bool:
@@ -227,6 +247,8 @@ def _printed(d: dict[str, Any]) -> Repeat:
         }
         for metric, theirs in ours.items()
     }
+    if _no_first_token(d):
+        printed["ttft_ms"] = printed["tpot_ms"] = {}
     printed["tokens_per_s"] = {"mean": float(d["output_throughput"])}
     if d["completed"]:
         for side in ("input", "output"):
@@ -238,6 +260,11 @@ def _printed(d: dict[str, Any]) -> Repeat:
     return Repeat(d["duration"], [], None, None, None, None, None, printed={k: v for k, v in printed.items() if v})
 
 
+def _no_first_token(d: Mapping[str, Any]) -> bool:
+    """A statistic of 0 ms: vLLM bench and SGLang start a request at 0 and leave it where no chunk held text."""
+    return not d.get("ttfts") and any(d.get(f"{name}_ttft_ms") == 0 for name in ("mean", "median", "p90", "p99"))
+
+
 def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
     """profile_export.jsonl: one request a line, with values and units; warm-up requests are left out. The load is told by
     profile_export_aiperf.json beside it."""
@@ -245,7 +272,7 @@ def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
     requests = []
     for d in documents:
         facts, metrics = d["metadata"], d["metrics"]
-        if facts.get("benchmark_phase", "profiling") != "profiling":
+        if (facts.get("benchmark_phase") or facts.get("credit_phase") or "profiling") != "profiling" or _cancelled(d):
             continue
         start = facts["request_start_ns"] / 1e9
         if d.get("error") or "time_to_first_token" not in metrics:
@@ -259,6 +286,12 @@ def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
             [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
         ))  # fmt: skip
     return [Cell(concurrency, None, None, [_run(requests, None, arrival)], arrival)] if requests else []
+
+
+def _cancelled(d: Mapping[str, Any]) -> bool:
+    """By AIPerf itself, as it was told to or at the end of a run."""
+    kind = mapping(d.get("error")).get("type")
+    return bool(mapping(d.get("metadata")).get("was_cancelled")) or kind == "RequestCancellationError"
 
 
 def _ms(metric: dict[str, Any]) -> float:
@@ -292,9 +325,11 @@ def _guidellm_error(r: dict[str, Any]) -> object:
 
 def _guidellm_request(r: dict[str, Any]) -> Request:
     t = _timings(r)
-    first = t.get("first_token_iteration") or t["first_iteration"]
+    first = t.get("first_token_iteration") or t.get("first_iteration")
     last = t.get("last_token_iteration") or t.get("last_iteration") or t["request_end"]
     start = t["request_start"]
+    if first is None:
+        return _failed(start, "GuideLLM saw no token: it reads no field that thinking may come in")
     return _request(start, 1000 * (first - start), 1000 * (last - start), r.get("prompt_tokens"), r.get("output_tokens"),
                     "as counted by GuideLLM", cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"))  # fmt: skip
 

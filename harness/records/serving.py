@@ -68,7 +68,7 @@ class Request:
         counts = (("prompt", self.input_tokens), ("cached", self.cached_tokens), ("output", self.output_tokens))
         wrong = [f"{name} tokens {str(n)[:40]}" for name, n in counts if n is not None and count(n) is None]
         times = (("first token", self.ttft_ms), ("end", self.e2e_ms))
-        wrong += [f"{name} after {str(ms)[:40]} ms" for name, ms in times if not is_number(ms) or ms < 0]
+        wrong += [f"{name} after {str(ms)[:40]} ms" for name, ms in times if not is_number(ms) or ms <= 0]
         if wrong:
             return wrong[0]
         if self.ttft_ms is not None and self.e2e_ms is not None and self.ttft_ms > self.e2e_ms * (1 + 1e-9):

@@ -11,7 +11,8 @@ and the turn's span is [len(before_i), len(upto_i)), which is only true where be
 Templates for which it is not (they drop earlier thinking, say) are refused, never guessed. White space that ends a span is not
 supervised; the end-of-turn token before it is: without it the model would not learn to stop.
 
-The template is given what a server gives it (qad.text.conversations), the same in every rendering.
+The template is given what a server gives it (qad.text.conversations), the same in every rendering. A turn of weight 0 is context,
+not in the loss.
 
 Spans are characters; a fast tokenizer's offsets map them to tokens. The template writes BOS where the model wants one, so
 the tokenizer adds none.
@@ -30,6 +31,7 @@ from qad.errors import DataError
 from qad.text.documents import Message
 
 _MARKED = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
+_THINKING = ("reasoning_content", "reasoning", "thinking")
 Span = tuple[int, int]
 Given = Mapping[str, Any]
 _NOTHING: Given = MappingProxyType({})
@@ -58,8 +60,9 @@ def encode_supervised(
             f"{where}: {type(tokenizer).__name__} has no character offsets, which the assistant's tokens are found by: "
             "use a fast tokenizer (tokenizer.json) or train.loss_on: all"
         )
-    template = str(tokenizer.get_chat_template(tools=given.get("tools"))) if tokenizer.chat_template else ""
+    template = _template(tokenizer, given) if tokenizer.chat_template else ""
     if _MARKED.search(template):
+        _require_shown(template, messages, where)
         text, spans = _marked(tokenizer, template, messages, where, given)
     else:
         text = render(tokenizer, messages, where, given)
@@ -74,13 +77,30 @@ def render(
     """The conversation as text. Raises DataError where the tokenizer has no template or the template refuses it."""
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the model's tokenizer has no chat template: use text, or a model that has one")
+    _require_shown(_template(tokenizer, given), messages, where)
     try:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt, **given
+            _shown(messages), tokenize=False, add_generation_prompt=generation_prompt, **given
         )
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise _refused(error, where) from error
     return text
+
+
+def _template(tokenizer: Any, given: Given) -> str:
+    return str(tokenizer.get_chat_template(tools=given.get("tools")))
+
+
+def _require_shown(template: str, messages: Sequence[Message], where: str) -> None:
+    """Thinking reaches the model only through a template that names its key; others drop it without a word."""
+    for message in messages:
+        held = [key for key in _THINKING if message.get(key)]
+        if held and not any(re.search(rf"(?<!\w){key}(?!\w)", template) for key in held):
+            lost = held[0]
+            raise DataError(
+                f"{where}: a message has {lost!r}, which the model's chat template does not show: it would be left out. Write it "
+                f"into the content, give a model whose template shows it, or drop {lost!r}"
+            )
 
 
 def _marked(
@@ -95,10 +115,28 @@ def _marked(
     ending, ended = _render_marks(tokenizer, template, messages[: last + 1], where, given)
     end_of_turn = ending[ended[-1][1] :].rstrip() if ended else ""
     spans = []
-    for start, stop in marks:
+    for start, stop in _learnt(marks, messages, where):
         stop += len(end_of_turn) if text.startswith(end_of_turn, stop) else 0
         spans.append((start, start + len(text[start:stop].rstrip())))
     return text, spans
+
+
+def _learnt(marks: Sequence[Span], messages: Sequence[Message], where: str) -> Sequence[Span]:
+    """The marks of turns whose weight is not 0."""
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if all(message.get("weight") != 0 for message in turns):
+        return marks
+    if len(marks) != len(turns):
+        raise DataError(
+            f"{where}: the chat template marks {len(marks)} pieces of {len(turns)} answers, so that none can be told by its "
+            "weight: leave the weights out, or give a template with one mark an answer"
+        )
+    return [mark for mark, message in zip(marks, turns, strict=True) if message.get("weight") != 0]
+
+
+def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As a server hands them to the template, which no weight reaches."""
+    return [{name: held for name, held in message.items() if name != "weight"} for message in messages]
 
 
 def _render_marks(
@@ -108,7 +146,7 @@ def _render_marks(
 
     try:
         texts, marks = render_jinja_template(
-            conversations=[[dict(message) for message in messages]], chat_template=template,
+            conversations=[_shown(messages)], chat_template=template,
             return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **given},
         )  # fmt: skip
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
@@ -140,7 +178,8 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
                 f"{where}: the chat template has no generation prompt, so its header would count as the assistant's words: "
                 "give a template with {% generation %} marks, or train.loss_on: all"
             )
-        spans.append((len(before), len(upto.rstrip())))
+        if message.get("weight") != 0:
+            spans.append((len(before), len(upto.rstrip())))
     return spans
 
 

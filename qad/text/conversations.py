@@ -5,6 +5,7 @@ Rows are written as requests to an OpenAI server are, and servers change some of
     tool_calls[].function.arguments    a JSON string -> the object it writes; none or empty -> {}
     tool_calls: []                     left out
     content: null beside tool_calls    ""
+    weight: 0    not shown to the template; the turn is not in the loss (OpenAI's, Mistral's and axolotl's fine-tuning rows)
     tools, documents, chat_template_kwargs, reasoning_effort of the row    arguments of the template
 
 What a server would refuse, or has no place for, is refused here: it cannot be what the model will be served with.
@@ -38,6 +39,7 @@ def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, 
         if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
             raise DataError(f"{at} is not an object with role and content as text")
         _require_new_form(held, at)
+        _weigh(held, at)
         if held.get("tool_calls") == []:
             del held["tool_calls"]
         if "tool_calls" in held:
@@ -94,6 +96,19 @@ def _calls(value: Any, at: str) -> list[dict[str, Any]]:
         arguments = _decoded(given, at, "the arguments of a tool call", dict) or {}
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return calls
+
+
+def _weigh(held: dict[str, Any], at: str) -> None:
+    """Keeps a weight of 0 alone, which is what `encode_supervised` asks for. Raises DataError for other weights, and for other
+    words of the same meaning, which every tool spells its own way."""
+    weight = held.pop("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{at} has the weight {str(weight)[:40]!r}, expected 0 (not in the loss) or 1")
+    if weight == 0:
+        held["weight"] = 0
+    for other in ("train", "training"):
+        if held.get(other) is False:
+            raise DataError(f"{at} has {other!r}: false, which is not read here: write it as 'weight': 0")
 
 
 def _names_a_function(value: Mapping[str, Any]) -> bool:

@@ -420,3 +420,22 @@ def test_a_token_without_a_row_is_warned_of(exported: Path) -> None:
     (found,) = check(exported)
     assert (found.rule, found.severity, found.module) == ("E11", "warning", "tokenizer.json")
     assert "id 512 ('<|tool|>') has no row in the embedding, which has 512" in found.message
+
+
+@pytest.mark.parametrize(
+    ("ends", "messages"),
+    [
+        (2, []),
+        ([300, 2], []),
+        (None, []),
+        (300, ["is 300, the tokenizer's end of text '<|im_end|>' is 2"]),
+        ([300, 301], ["is [300, 301], the tokenizer's end of text '<|im_end|>' is 2"]),
+        ([2, 512], ["is [2, 512], the embedding has 512 rows"]),
+    ],
+)
+def test_a_text_ends_for_every_engine(ends: Any, messages: list[str], exported: Path) -> None:
+    path = exported / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    found = check(exported)
+    assert [(f.rule, f.severity, f.module) for f in found] == [("E11", "warning", path.name)] * len(messages)
+    assert all(told in f.message for told, f in zip(messages, found, strict=True))

@@ -123,6 +123,12 @@ def test_zero_baseline_is_not_available(candidate: int) -> None:
     assert any("bf16 scores 0" in note for note in found.not_compared)
 
 
+def test_a_baseline_below_0_has_no_recovery_and_is_said_as_it_is() -> None:
+    found = compare(arms(bf16=[task([-0.5] * 100, metric="bleurt")], ptq=[task([-0.6] * 100, metric="bleurt")]))
+    assert found.benchmarks[0].recovery == {"ptq": None}
+    assert any("bf16 scores -0.5" in note for note in found.not_compared)
+
+
 def test_missing_task_is_not_available() -> None:
     found = compare(arms(bf16=[task(right(80)), task(right(50), "other")], ptq=[task(right(60))]))
     assert [row.task for row in found.benchmarks] == ["facts", "other"]

@@ -57,6 +57,15 @@ def test_lm_eval_samples_are_paired(tmp_path: Path) -> None:
     assert (row.n, row.chance, row.n_shot, row.flips) == (100, 0.25, 5, {"ptq": (4, 0)})
 
 
+@pytest.mark.parametrize("cut", [0, 50, 99], ids=["one item", "half", "all but one"])
+def test_samples_that_are_not_all_questions_are_no_score(cut: int, tmp_path: Path) -> None:
+    folder = lm_eval_folder(tmp_path / "org__model", 80)
+    file = folder / "samples_arc_2026-01-01T00-00-00.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[: cut or 1]))
+    with pytest.raises(DataError, match=f"holds {cut or 1} of the 100 questions asked .* remove it for the printed"):
+        imported(folder, "ptq")
+
+
 def test_lm_eval_without_samples_is_printed_means(tmp_path: Path) -> None:
     records = [
         record

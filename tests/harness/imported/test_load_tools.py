@@ -255,6 +255,71 @@ def test_runs_of_two_models_are_both_named(tmp_path: Path) -> None:
         import_results(path)
 
 
+@pytest.mark.parametrize("name", ["server_info", "tag"])
+def test_runs_that_sglang_appended_for_two_servers_are_no_repeats(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    told = {"server_info": lambda model: {"model_path": model}, "tag": str}[name]
+    for models in (("bf16", "bf16"), ("bf16", "nvfp4")):
+        path.write_text("".join(json.dumps({**sglang(), name: told(model)}) + "\n" for model in models))
+        if models == ("bf16", "bf16"):
+            assert len(import_results(path)[0].cells[0].repeats) == 2
+    with pytest.raises(DataError, match=r"is of the model bf16, .* of nvfp4"):
+        import_results(path)
+
+
+@pytest.mark.parametrize("zero", ["mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"])
+def test_a_first_token_after_0_ms_was_not_seen(zero: str, tmp_path: Path) -> None:
+    details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
+    printed = {
+        **{k: v for k, v in sglang().items() if k not in details},
+        "mean_tpot_ms": 3.0,
+        "mean_e2e_latency_ms": 9.0,
+    }
+    assert {"ttft_ms", "tpot_ms"} <= run_of(written(tmp_path, printed)).printed.keys()
+    data, _ = import_results(written(tmp_path, {**printed, zero: 0.0}))
+    assert not {"ttft_ms", "tpot_ms"} & data.cells[0].repeats[0].printed.keys()
+    assert data.cells[0].repeats[0].printed["tokens_per_s"] == {"mean": 3.0}
+    assert any("printed as 0" in note for note in data.notes)
+
+
+def test_a_single_request_without_a_first_token_failed(tmp_path: Path) -> None:
+    run = run_of(written(tmp_path, {**sglang(), "ttfts": [0.0, 0.1, 0.0]}))
+    assert sum(r.failed for r in run.requests) == 2
+    for first, reason in ((None, "saw no token"), (100.0, "first token after 0")):
+        times = {
+            "request_start": 100.0,
+            "first_token_iteration": first,
+            "last_token_iteration": first,
+            "request_end": 109.0,
+        }
+        request = {"prompt_tokens": 9, "output_tokens": 128, "info": {"timings": times}}
+        benchmark = {"config": {"strategy": {"type_": "synchronous"}},
+                     "requests": {"successful": [request], "errored": []}}  # fmt: skip
+        (failed,) = run_of(written(tmp_path, {"benchmarks": [benchmark]})).requests
+        assert failed.failed
+        assert reason in failed.reason
+
+
+@pytest.mark.parametrize("key", ["benchmark_phase", "credit_phase"])
+def test_what_aiperf_warmed_up_with_or_cancelled_is_not_measured(key: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (RECORDED / FILES["aiperf"]).read_text().splitlines()]
+    for row in rows:
+        row["metadata"][key] = row["metadata"].pop("benchmark_phase")
+    rows[0]["metadata"][key] = "warmup"
+    rows[1] = {
+        **rows[1],
+        "metrics": {},
+        "error": {"code": 499, "type": "RequestCancellationError", "message": "cancelled"},
+    }
+    rows[2]["metadata"]["was_cancelled"] = True
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, _ = import_results(path)
+    found = data.cells[0].repeats[0].requests
+    assert (len(found), sum(r.failed for r in found)) == (len(rows) - 3, 0)
+    assert any(note.startswith("2 requests were cancelled by the load tool") for note in data.notes)
+
+
 def test_printed_failures_count(tmp_path: Path) -> None:
     details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
     printed = {k: v for k, v in sglang().items() if k not in details}

@@ -10,6 +10,7 @@ import pytest
 from qad.errors import DataError
 from qad.model.loader import load_tokenizer
 from qad.text.chat import encode_chat, encode_supervised
+from qad.text.conversations import messages_of
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -135,6 +136,42 @@ def test_marks_count_and_the_end_of_turn_is_taken_in_and_white_space_left_out(to
         ("Fed.<|im_end|>", True),
         ("\n", False),
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WIDE], ids=["prefixes", "marks", "wide marks"])
+def test_an_answer_of_weight_0_is_context_and_not_in_the_loss(tokenizer: Any, template: str) -> None:
+    shows_all = template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ m['weight'] }}")  # which no server gives it
+    found = []
+    for weights in ((1, 1), (0, 1), (1, 0), (0, 0)):
+        rows = [{**turn, "weight": weights[i // 2]} if i % 2 else turn for i, turn in enumerate(TURNS)]
+        ids, learned = encode_supervised(with_template(tokenizer, shows_all), messages_of(rows, "x", "m"), "x")
+        assert ids == encode_chat(tokenizer, TURNS, "x")
+        found.append(tokenizer.decode([i for i, told in zip(ids, learned, strict=True) if told]))
+    first, second = "Seven sacks,\nor eight.<|im_end|>", "Fed.<|im_end|>"
+    assert found == [first + second, second, first, ""]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, MARKED, "{% if enable_thinking and reasoning_effort %}{% endif %}" + CHATML],
+    ids=["prefixes", "marks", "a word that holds the key"],
+)
+def test_thinking_that_the_template_drops_is_refused(tokenizer: Any, template: str, key: str) -> None:
+    turns = [TURNS[0], {**TURNS[1], key: "He counts."}]
+    for encode in (encode_supervised, encode_chat):
+        with pytest.raises(DataError, match=f"a message has '{key}', which the model's chat template does not show"):
+            encode(with_template(tokenizer, template), turns, "x")
+        encode(tokenizer, [TURNS[0], {**TURNS[1], key: ""}], "x")
+    shown = template.replace("{{ m['content'] }}", "{{ m.get('" + key + "', '') }}{{ m['content'] }}")
+    assert "He counts.Seven sacks" in tokenizer.decode(encode_chat(with_template(tokenizer, shown), turns, "x"))
+
+
+def test_weights_under_marks_of_pieces_of_an_answer_are_refused(tokenizer: Any) -> None:
+    words = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    tokenizer.chat_template = MARKED.replace(words, words + "{% generation %}!{% endgeneration %}")
+    with pytest.raises(DataError, match="marks 4 pieces of 2 answers"):
+        encode_supervised(tokenizer, [TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]], "x")
 
 
 def test_a_template_that_drops_earlier_thinking_is_refused_but_for_a_single_answer(tokenizer: Any) -> None:

@@ -171,6 +171,8 @@ def test_columns_that_no_server_takes_are_refused(row: dict[str, Any], message: 
         ({"tool_calls": {"name": "f"}}, "tool_calls is dict, expected a list"),
         ({"content": "", "function_call": {"name": "f"}}, "write it as 'tool_calls'"),
         ({}, "has no content"),
+        ({"content": "", "weight": 0.5}, "has the weight '0.5', expected 0 (not in the loss) or 1"),
+        ({"content": "", "train": False}, "has 'train': false, which is not read here: write it as 'weight': 0"),
     ],
 )
 def test_turns_that_no_server_takes_are_refused(turn: dict[str, Any], message: str) -> None:
