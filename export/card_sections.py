@@ -10,7 +10,7 @@ import yaml
 
 from export.layouts.layout import MODELOPT, Layout
 from qad import __version__
-from qad.arms.arm import Arm
+from qad.arms.arm import GPTQ, Arm
 from qad.arms.origin import origin_of
 from qad.artifact import open_artifact
 from qad.numerics.formats import FORMATS
@@ -47,6 +47,10 @@ def made_section(arm: Arm) -> str:
     if calibrate := mapping(recipe.get("calibrate")):
         tokens = calibrate.get("samples", 0) * calibrate.get("seq_len", 0)
         steps.append(f"Scales of activations from {tokens:,} tokens of {_names(calibrate.get('data'))}.")
+    if arm.rounding == GPTQ:
+        steps.append(
+            "4-bit codes and block scales from the inputs of the same tokens, rounding one column after another (GPTQ)."
+        )
     progress = mapping(arm.facts.get("training"))
     if arm.trained and progress:
         train = mapping(recipe.get("train"))

@@ -85,6 +85,7 @@ def test_arm_export_and_reload_hold_the_same_bits(ptq: Path, tmp_path: Path) -> 
     assert len(decided) == 4 * len(arm.selection.modules)
     export_arm(ptq, tmp_path / "out")
     assert check(tmp_path / "out", source=ptq) == []
+    assert "(GPTQ)" in (tmp_path / "out" / "README.md").read_text()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for module in arm.selection.modules:
         assert torch.equal(stored[f"{module}.weight"], decided[f"{module}.codes"])
@@ -167,6 +168,7 @@ def test_a_trained_arm_rounds_to_nearest_and_one_that_found_nothing_keeps_the_co
         assert torch.equal(kept[name].reshape(-1).view(torch.uint8), scale.reshape(-1).view(torch.uint8))
     export_arm(tmp_path / "qad", tmp_path / "out")
     assert check(tmp_path / "out", source=tmp_path / "qad") == []
+    assert "(GPTQ)" not in (tmp_path / "out" / "README.md").read_text()
     trained_arm(job(tiny_llama_dir, text_file, lr=10.0), "qad", ptq, tmp_path / "worse")
     assert not open_arm(tmp_path / "worse").trained
     assert (tmp_path / "worse" / "frozen.safetensors").read_bytes() == (ptq / "frozen.safetensors").read_bytes()
