@@ -184,14 +184,23 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> 
         if not isinstance(row, dict) or field not in row:
             hint = f": it has {', '.join(map(str, row))}; set field" if isinstance(row, dict) and row else ""
             raise DataError(f"{where}: expected an object with the field {field!r}{hint}")
-        value = row[field]
-        if isinstance(value, str):
-            yield Document.of(value, where)
-        elif isinstance(value, list):
-            yield Document.of_messages(messages_of(value, where, field), where, given_of(row, where))
-        else:
-            kind = type(value).__name__
-            raise DataError(f"{where}: field {field!r} is {kind}, expected text or a list of messages")
+        try:
+            document = _document(row, field, where)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: its text holds half a character (a lone surrogate), which no tokenizer takes: mend it or leave "
+                "it out"
+            ) from error
+        yield document
+
+
+def _document(row: dict[str, Any], field: str, where: str) -> Document:
+    value = row[field]
+    if isinstance(value, str):
+        return Document.of(value, where)
+    if isinstance(value, list):
+        return Document.of_messages(messages_of(value, where, field), where, given_of(row, where))
+    raise DataError(f"{where}: field {field!r} is {type(value).__name__}, expected text or a list of messages")
 
 
 def _random(source: RandomTokens, need: Need, tokenizer: Any, seed: str) -> Iterator[Document]:

@@ -77,10 +77,7 @@ def test_scores_without_a_recovery_are_not_called_unmeasured(threshold: str) -> 
     at_chance = Comparison(["bf16", "ptq"], scored, {}, {}, {}, None, None, {}, [])
     found = judge(at_chance, policy(**{threshold: RECOVERY}))
     assert found.outcome == INCONCLUSIVE
-    assert (
-        "BF16 does not score clearly above chance on a (acc) and 1 more" in found.reason
-        or "on a and 1 more" in found.reason
-    )
+    assert "BF16 does not score clearly above chance on a and 1 more" in found.reason
     assert "measured" not in found.paragraph
     assert found.next_action == "measure benchmarks that BF16 can answer"
 

@@ -86,6 +86,13 @@ def test_conversations_are_read_with_their_place(tmp_path: Path) -> None:
             "line 1: expected an object with the field 'text': it has messages; set field",
         ),
         ("type.jsonl", '{"text": 3}\n', "is int, expected text or a list of messages"),
+        ("half.jsonl", '{"text": "a \\ud83d b"}\n', "line 1: its text holds half a character"),
+        (
+            "said.jsonl",
+            '{"text": [{"role": "user", "content": "\\ude00"}]}\n',
+            "line 1: its text holds half a character",
+        ),
+        ("whole.jsonl", '{"text": "\\ud83d\\ude00"}\n{', "line 2 is not JSON"),
         ("none.jsonl", '{"text": []}\n', "holds no message"),
         ("role.jsonl", '{"text": [{"content": "x"}]}\n', "message 1 of 'text' is not an object with role and content"),
         ("image.jsonl", '{"text": [{"role": "user", "content": [1]}]}\n', "message 1 of 'text' is not an object"),
