@@ -123,6 +123,9 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
     """One TaskScore a filter; the first metric that is a number per item and is among the results."""
     try:
         rows = [row for _, row in json_lines(file, nan_is_null=True)]
+        if rows and not all("filter" in row for row in rows):  # one row an item and filter, and nothing tells which
+            raise DataError(f"{file} is of an lm-eval that wrote no filter: score again with 0.4.7 or later, or remove it for "
+                            "the printed scores")  # fmt: skip
         metric = next(
             m for m in rows[0]["metrics"] if is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
         )  # fmt: skip

@@ -37,7 +37,12 @@ def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, 
         held = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         at = f"{where}: message {number} of {field!r}"
         if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
-            raise DataError(f"{at} is not an object with role and content as text")
+            written = (
+                ": it is written as from and value; rename them, human to user and gpt to assistant"
+                if "from" in held
+                else ""
+            )
+            raise DataError(f"{at} is not an object with role and content as text{written}")
         _require_new_form(held, at)
         _weigh(held, at)
         if held.get("tool_calls") == []:

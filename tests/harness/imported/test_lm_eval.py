@@ -66,6 +66,18 @@ def test_samples_that_are_not_all_questions_are_no_score(cut: int, tmp_path: Pat
         imported(folder, "ptq")
 
 
+def test_samples_of_several_filters_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
+    folder = lm_eval_folder(tmp_path / "org__model", 80)
+    file = folder / "samples_arc_2026-01-01T00-00-00.jsonl"
+    rows = [
+        {k: v for k, v in json.loads(line).items() if k not in ("filter", "metrics")}
+        for line in file.read_text().splitlines()
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"is of an lm-eval that wrote no filter: .* remove it for the printed scores"):
+        imported(folder, "ptq")
+
+
 def test_lm_eval_without_samples_is_printed_means(tmp_path: Path) -> None:
     records = [
         record

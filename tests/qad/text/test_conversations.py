@@ -162,6 +162,11 @@ def test_columns_that_no_server_takes_are_refused(row: dict[str, Any], message: 
     assert message in str(refused.value)
 
 
+def test_turns_of_sharegpt_are_refused_with_the_remedy() -> None:
+    with pytest.raises(DataError, match=r"message 1 of 'conversations' .* from and value; rename them, human to user"):
+        messages_of([{"from": "human", "value": "Hello"}], "rows line 3", "conversations")
+
+
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
