@@ -152,12 +152,14 @@ def _doubts(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
 
 
 def _unfit(comparison: Comparison, arm: str) -> str:
-    """Why an arm has scores and no recovery: bf16 is at chance, or at 0. Empty where it has a recovery, or no scores."""
-    scored = [row.label for row in comparison.benchmarks if arm in row.score and BASELINE in row.score]
+    """Why an arm has scores and no recovery: bf16 is at chance, or not above 0. Empty where it has a recovery, or no scores."""
+    rows = [row for row in comparison.benchmarks if arm in row.score and BASELINE in row.score]
+    scored = [row.label for row in rows]
     if not scored or arm in comparison.median_recovery:
         return ""
     several = f" and {len(scored) - 1} more" if len(scored) > 1 else ""
-    return f"{arm_label(BASELINE)} does not score clearly above chance on {scored[0]}{several}, so there is no recovery"
+    level = "clearly above chance" if any(row.score[BASELINE].value > 0 for row in rows) else "above 0"
+    return f"{arm_label(BASELINE)} does not score {level} on {scored[0]}{several}, so there is no recovery"
 
 
 def _undecided(check: Check, doubts: list[str]) -> Check:

@@ -111,7 +111,7 @@ def recognize(documents: Sequence[Any]) -> str | None:
         return None
     if "benchmarks" in first:
         return "guidellm"
-    if "streaming_metrics" in first and "request_info" in first:
+    if "performance" in first and "request_info" in first:  # streaming_metrics are there only where it streamed
         return "trtllm"
     if {"metadata", "metrics"} <= first.keys() and "request_start_ns" in mapping(first["metadata"]):
         return "aiperf"

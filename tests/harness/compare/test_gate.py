@@ -78,6 +78,9 @@ def test_scores_without_a_recovery_are_not_called_unmeasured(threshold: str) -> 
     found = judge(at_chance, policy(**{threshold: RECOVERY}))
     assert found.outcome == INCONCLUSIVE
     assert "BF16 does not score clearly above chance on a and 1 more" in found.reason
+    below = [dataclasses.replace(one, score=dict.fromkeys(one.score, estimate(-0.5, -0.6, -0.4))) for one in scored]
+    found = judge(dataclasses.replace(at_chance, benchmarks=below), policy(**{threshold: RECOVERY}))
+    assert "BF16 does not score above 0 on a and 1 more" in found.reason
     assert "measured" not in found.paragraph
     assert found.next_action == "measure benchmarks that BF16 can answer"
 

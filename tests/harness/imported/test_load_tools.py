@@ -356,6 +356,10 @@ def test_trtllm_report(tmp_path: Path) -> None:
     repeat = run_of(written(tmp_path, trtllm_report()))
     assert repeat.printed["tpot_ms"] == {"mean": 20.1, "p50": 20.0, "p90": 21.0, "p99": 22.0}
     assert summarize_one(repeat).tokens_per_s == [1024.0]
+    unstreamed = {key: held for key, held in trtllm_report().items() if key != "streaming_metrics"}
+    repeat = run_of(written(tmp_path, unstreamed))
+    assert not {"ttft_ms", "tpot_ms"} & repeat.printed.keys()
+    assert summarize_one(repeat).tokens_per_s == [1024.0]
 
 
 @pytest.mark.parametrize("value", [{}, [], [1], "x", {"benchmarks": [{}]}, {"kind": "memory"}])
