@@ -23,7 +23,7 @@ from harness.imported.stamp import require_one_model
 from harness.records.serving import Arrival, Cell, Gaps, Repeat, Request, ServingData, Window
 from harness.serving.window import TokenEvent, active_requests, steady_window, tokens_inside
 from qad.errors import DataError, UsageError
-from qad.untrusted import clean, json_lines, mapping, strict_json
+from qad.untrusted import clean, is_number, json_lines, mapping, strict_json
 
 Reader = Callable[[Sequence[Any], Path], list[Cell]]
 _EVENTS = 4_000_000  # of one run at most: a count that somebody wrote is no reason to run out of memory
@@ -62,6 +62,11 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
         ) from error
     if not cells:
         raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
+    for repeat in (repeat for cell in cells for repeat in cell.repeats):
+        told = {"duration": {"": repeat.seconds}, **repeat.printed} if is_number(repeat.seconds) else repeat.printed
+        below = next((f"{name} {value:g}" for name, of in told.items() for value in of.values() if value < 0), None)
+        if below is not None:
+            raise DataError(f"{path} says {below}, which cannot be below 0: check the file")
     if concurrency is not None:
         told = next((cell.load for cell in cells if (cell.concurrency, cell.arrival) != UNKNOWN), None)
         if told:

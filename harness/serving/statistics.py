@@ -100,13 +100,24 @@ def summarize(cell: Cell) -> CellSummary:
         tokens_per_s=[tokens_per_s(repeat) for repeat in cell.repeats],
         ttft_ms=[_middle(repeat, "ttft_ms") for repeat in cell.repeats],
         tpot_ms=[_middle(repeat, "tpot_ms") for repeat in cell.repeats],
-        quantiles={m: {q: quantile(list(values(good, m)), q) for q in QUANTILES} for m in METRICS},
+        quantiles={m: {q: _quantile(cell, good, m, q) for q in QUANTILES} for m in METRICS},
         goodput={name: goodput(cell.repeats, *limits) for name, limits in SLO_PRESETS.items()},
         input_tokens=statistics.fmean(prompts) if prompts else _printed(cell, "input_tokens"),
         input_range=(min(prompts), max(prompts)) if prompts else None,
         output_tokens=statistics.fmean(lengths) if lengths else _printed(cell, "output_tokens"), short=short,
         cached_share=_cached_share(good), joules_per_token=_joules(cell.repeats), warnings=_warnings(cell, good, short),
     )  # fmt: skip
+
+
+def _quantile(cell: Cell, good: list[Request], metric: str, q: float) -> Quantile:
+    """Of the single requests; where a tool gave none, what it printed of its one run: quantiles of runs do not add up."""
+    if any(repeat.requests for repeat in cell.repeats) or not any(repeat.printed for repeat in cell.repeats):
+        return quantile(list(values(good, metric)), q)
+    if len(cell.repeats) > 1:
+        return Quantile(None, 0, f"no single requests of {len(cell.repeats)} runs")
+    printed = cell.repeats[0].printed
+    value, n = printed.get(metric, {}).get(f"p{100 * q:g}"), round(printed.get("requests", {}).get("succeeded", 0))
+    return Quantile(value, n, "" if value is not None else f"p{100 * q:g} not printed")
 
 
 def values(requests: Iterable[Request], metric: str) -> Iterable[float]:

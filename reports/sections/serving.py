@@ -93,7 +93,7 @@ def _latency(quantiles: dict[float, Quantile]) -> Cell:
     middle, far = quantiles[0.5], quantiles[0.99]
     if middle.value is None:
         return Cell("n/a", middle.note)
-    tail = far.note if far.value is None else f"p99 {significant(far.value)} ms"
+    tail = far.note.removeprefix(f"n is {far.n}, ") if far.value is None else f"p99 {significant(far.value)} ms"
     return Cell(f"{significant(middle.value)} ms", f"n {middle.n}, {tail}")
 
 

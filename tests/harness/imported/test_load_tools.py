@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -113,6 +114,19 @@ def test_a_file_without_single_requests_gives_its_printed_statistics(tmp_path: P
     assert repeat.printed["ttft_ms"] == {"mean": 150.0, "p50": 150.0, "p99": 199.0}
     assert summarize_one(repeat).tokens_per_s == [3.0]
     assert summarize_one(repeat).invalid == ""
+    found = summarize_one(repeat).quantiles
+    assert (found["ttft_ms"][0.5].value, found["ttft_ms"][0.99].value) == (150.0, 199.0)
+    assert found["ttft_ms"][0.5].n == sglang()["completed"]
+    assert (found["ttft_ms"][0.9].value, found["ttft_ms"][0.9].note) == (None, "p90 not printed")
+    twice = dataclasses.replace(import_results(written(tmp_path, sglang()))[0].cells[0], repeats=[repeat, repeat])
+    assert summarize(twice).quantiles["ttft_ms"][0.5].note == "no single requests of 2 runs"
+
+
+@pytest.mark.parametrize("name", ["output_throughput", "mean_ttft_ms", "duration", "completed"])
+def test_what_a_tool_says_is_not_below_0(name: str, tmp_path: Path) -> None:
+    details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
+    with pytest.raises(DataError, match="cannot be below 0"):
+        import_results(written(tmp_path, {**{k: v for k, v in sglang().items() if k not in details}, name: -3}))
 
 
 BENCH = {"max_concurrency": 2, "request_rate": "inf", "burstiness": 1.0}
