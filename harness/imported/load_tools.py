@@ -63,8 +63,8 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
     if not cells:
         raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
     for repeat in (repeat for cell in cells for repeat in cell.repeats):
-        told = {"duration": {"": repeat.seconds}, **repeat.printed} if is_number(repeat.seconds) else repeat.printed
-        below = next((f"{name} {value:g}" for name, of in told.items() for value in of.values() if value < 0), None)
+        numbers = {"duration": {"": repeat.seconds}, **repeat.printed} if is_number(repeat.seconds) else repeat.printed
+        below = next((f"{name} {value:g}" for name, of in numbers.items() for value in of.values() if value < 0), None)
         if below is not None:
             raise DataError(f"{path} says {below}, which cannot be below 0: check the file")
     if concurrency is not None:

@@ -120,7 +120,7 @@ def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseMod
         if isinstance(part, int):
             if isinstance(raw, list):
                 keys.append(str(part))
-                raw = raw[part]
+                raw = raw[part] if part < len(raw) else None  # a list that is too short
         elif part in SOURCES and part not in model.model_fields:
             model = SOURCES[part]
         elif (

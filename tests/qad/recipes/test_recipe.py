@@ -136,6 +136,7 @@ def test_a_missing_recipe_names_the_nearest_shipped_one() -> None:
     [
         ("train.lr=.inf", r"train\.lr: .* finite"),
         ("train.betas=[2, 3]", r"train\.betas\.0: .* less than 1"),
+        ("train.betas=[0.9]", r"key .train\.betas\.1. is missing"),
         ("train.warmup_steps=1000", "leaves none of the [0-9]+ steps at the full rate$"),
         ("train.method=sgd", r"train\.method: Input should be 'qad' or 'qat' \(got 'sgd'\)"),
         ("calibrate=5", r"calibrate: expected its keys, such as data, samples, seq_len \(got 5\)$"),
