@@ -185,9 +185,7 @@ def test_the_report_shows_kernels_lengths_failures_and_the_cost_of_the_client(tm
     assert rows["Failed requests"] == ["0.0 %", "0.0 %"]
     assert rows["Kernels"] == ["Emulation kernel"] * 2
     assert all("emulated" in cell.tags for cell in table.groups[0].rows[0].cells)
-    assert all(
-        "n 12, p99 needs 100" in row.cells[0].detail for row in table.groups[0].rows if "token" in row.label
-    )
+    assert all("n 12, p99 needs 100" in row.cells[0].detail for row in table.groups[0].rows if "token" in row.label)
     figure = pareto_figure(comparison, records)
     assert figure is not None
     assert "Emulation kernel" in figure.caption
