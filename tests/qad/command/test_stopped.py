@@ -23,9 +23,12 @@ SENTENCE = "The river runs past the mill for the {0}th time, and a heron waits {
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_is_one_line_and_128_and_its_number(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     number = signal.Signals[name]
+    # A shell turns SIGINT off for what it starts behind `&`, nohup SIGHUP: as from a terminal, wherever the tests run.
+    started = signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, started))
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
 
     def keys(_text: str) -> None:
