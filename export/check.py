@@ -1,7 +1,7 @@
 """`qad check`: refuse a broken quantized checkpoint before an engine silently serves garbage.
 
-Reads headers, scales and metadata; packed codes only where a scale is zero. Works on anybody's folder in the
-ModelOpt or the compressed-tensors layout.
+Reads headers, scales and metadata; packed codes only where a scale is zero, whole files where a manifest
+lists them. Works on anybody's folder in the ModelOpt or the compressed-tensors layout.
 The rules and what each engine does with a fault are in ARCHITECTURE.md.
 """
 
@@ -14,6 +14,7 @@ from export.folder import Folder, open_folder
 from export.layouts.layout import COMPRESSED_TENSORS
 from export.rules import coverage, expert_modules, files, metadata, tensors
 from export.rules.against_arm import against_arm
+from export.rules.as_written import e12_as_written
 from export.rules.findings import Finding, error, to_json, warning
 from qad.errors import UsageError
 
@@ -37,6 +38,8 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
                                 "qad convert DIR --layout modelopt", "trtllm"))  # fmt: skip
     if source is not None and not any(f.severity == "error" for f in findings):
         findings += against_arm(opened, source)
+    if not any(f.severity == "error" for f in findings):
+        findings += e12_as_written(opened)
     if engine != "all":
         findings = [f for f in findings if f.engine in (engine, "all")]
     return sorted(dict.fromkeys(findings), key=lambda f: (f.severity != "error", f.rule, f.module))

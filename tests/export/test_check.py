@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from export.check import Finding, check, to_json
 from export.folder import Folder
 from export.layouts.exclude import trtllm_excludes, vllm_excludes
+from qad.artifact import MANIFEST
 from qad.command.cli import main
 from qad.errors import UsageError
 
@@ -239,6 +240,8 @@ def test_one_code_that_is_not_the_arms_is_damage(exported: Path, arm_dir: Path) 
 
 
 def test_the_export_of_an_arm_with_nearly_the_same_weights_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    (exported / MANIFEST).unlink()  # as of another tool
+
     def nudge(t: Tensors) -> None:
         for name in t:
             if f"{name}_scale" in t:
@@ -248,7 +251,20 @@ def test_the_export_of_an_arm_with_nearly_the_same_weights_is_told_apart(exporte
     assert [(f.rule, f.severity) for f in check(exported, source=arm_dir)] == [("W3", "warning")]
 
 
+@pytest.mark.parametrize("place", [-1000, -2000, -1])
+def test_a_flipped_bit_that_no_other_rule_sees_is_found_by_the_manifest(exported: Path, place: int) -> None:
+    assert check(exported) == []
+    file = exported / "model.safetensors"
+    held = bytearray(file.read_bytes())
+    held[place] ^= 1
+    file.write_bytes(held)
+    assert [(f.rule, f.severity, f.module) for f in check(exported)] == [("E12", "error", file.name)]
+    (exported / MANIFEST).write_text('{"files": [1]}')  # nothing that says what was written
+    assert check(exported) == []
+
+
 def test_another_calibration_is_told_apart(exported: Path, arm_dir: Path) -> None:
+    (exported / MANIFEST).unlink()  # as of another tool
     tensors(lambda t: t[f"{DOWN}.input_scale"].mul_(2))(exported)
     assert [(f.rule, f.severity, f.module) for f in check(exported, source=arm_dir)] == [("W3", "error", DOWN)]
     tensors(lambda t: [s.mul_(1.5) for n, s in t.items() if n.endswith("input_scale")])(exported)
@@ -292,6 +308,7 @@ def test_an_exclusion_that_means_nothing_is_a_warning(exported: Path) -> None:
 
 
 def test_tensors_without_a_place_are_a_warning(exported: Path) -> None:
+    (exported / MANIFEST).unlink()  # as of another tool
     tensors(lambda t: t.update({"teacher.model.norm.weight": torch.ones(3)}))(exported)
     found = check(exported)
     assert [(f.rule, f.severity, f.module) for f in found] == [("E11", "warning", "teacher.model.norm.weight")]
@@ -304,6 +321,8 @@ def test_impossible_arguments_are_refused(exported_dir: Path, arguments: dict[st
 
 
 def test_an_fp8_checkpoint_of_another_kind_says_what_was_not_checked(exported: Path) -> None:
+    (exported / MANIFEST).unlink()  # as of another tool
+
     def to_fp8(t: Tensors) -> None:
         for name in [n.removesuffix("_scale_2") for n in t if n.endswith("weight_scale_2")]:
             t[name] = torch.ones(t[name].shape[0], t[name].shape[1] * 2).to(torch.float8_e4m3fn)

@@ -24,6 +24,7 @@ from export.layouts.config_files import write_config_files
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import Scheme
 from export.writer import export_arm
+from qad.artifact import MANIFEST
 from qad.errors import QadError
 
 KINDS = {**TENSOR_KINDS, **METADATA_KINDS}
@@ -41,6 +42,7 @@ def with_kv_scales(folder: Path, layout: Layout) -> None:
         layout.kv_scale(f"model.layers.{i}.self_attn", c): torch.full(layout.scalar, 0.5) for i in (0, 1) for c in "kv"
     }
     save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
+    (folder / MANIFEST).unlink()  # as of another tool
     config = json.loads((folder / "config.json").read_text())
     scheme = Scheme("NVFP4", tuple(config["quantization_config"]["ignore"]), "FP8")
     write_config_files(folder, config, layout, scheme)
