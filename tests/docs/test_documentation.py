@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.compare.policy import load_policy
 from qad.command.cli import _parser
 from qad.recipes.recipe import Measure, Quantize, Train
 
@@ -50,9 +51,13 @@ def test_a_command_parses_as_it_is_printed(page: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "text"), fenced("yaml"))
-def test_a_recipe_or_a_part_of_one_validates(page: str, text: str) -> None:
+def test_a_recipe_or_a_part_of_one_or_a_policy_validates(page: str, text: str, tmp_path: Path) -> None:
     raw = yaml.safe_load(text)
     assert isinstance(raw, dict)
+    if "about" in raw:
+        file = tmp_path / "policy.yaml"
+        file.write_text(text)
+        assert load_policy(str(file)).name == raw["name"]
     if "model" in raw:
         from qad.recipes.load import parse_recipe
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import statistics
 from collections import Counter
@@ -181,7 +182,8 @@ def _savers(parameters: int, memory: float) -> dict[str, Any]:
 
 
 def _commented(recipe: dict[str, Any], notes: dict[str, str]) -> str:
-    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    apart = json.loads(json.dumps(recipe))  # nothing is said by reference, which YAML would print as anchors
+    text = yaml.safe_dump(apart, sort_keys=False, allow_unicode=True)
     lines = []
     for line in text.splitlines():
         key = line.strip().partition(":")[0]

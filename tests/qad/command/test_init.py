@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_recipe_plans_as_it_is(tiny_llama_dir: Path, tmp_path: Path, capsys:
     assert recipe["train"]["data"] == {"source": "jsonl", "path": str(data), "field": "messages"}
     assert "1e-6 for models after SFT" in text
     assert "300 documents, about" in text
+    assert not re.search(r"[&*]id\d", text)
     capsys.readouterr()
     assert main(["plan", str(out)]) == 0
     assert main(["init", "--model", str(tiny_llama_dir), "--data", str(data), "--out", str(out)]) == 2
