@@ -29,6 +29,8 @@ _OURS = (
     "tokenize",
 )  # decided elsewhere
 
+_ROLES = ("assistant", "developer", "system", "tool", "user")
+
 
 def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, Any]]:
     """Messages without the keys that are null. Raises DataError for what is no message."""
@@ -43,6 +45,10 @@ def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, 
                 else ""
             )
             raise DataError(f"{at} is not an object with role and content as text{written}")
+        if (known := held["role"].strip().lower()) != held[
+            "role"
+        ] and known in _ROLES:  # templates compare to the letter
+            raise DataError(f"{at} has the role {held['role']!r}, which templates know as {known!r}: write it so")
         _require_new_form(held, at)
         _weigh(held, at)
         if held.get("tool_calls") == []:

@@ -177,6 +177,8 @@ def test_turns_of_sharegpt_are_refused_with_the_remedy() -> None:
         ({"content": "", "function_call": {"name": "f"}}, "write it as 'tool_calls'"),
         ({}, "has no content"),
         ({"content": "", "weight": 0.5}, "has the weight '0.5', expected 0 (not in the loss) or 1"),
+        ({"role": "Assistant", "content": "a"}, "has the role 'Assistant', which templates know as 'assistant'"),
+        ({"role": "user ", "content": "a"}, "has the role 'user ', which templates know as 'user'"),
         ({"content": "", "train": False}, "has 'train': false, which is not read here: write it as 'weight': 0"),
     ],
 )
