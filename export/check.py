@@ -2,7 +2,7 @@
 
 Reads headers, scales and metadata; packed codes only where a scale is zero, whole files where a manifest
 lists them. Works on anybody's folder in the ModelOpt or the compressed-tensors layout.
-The rules and what each engine does with a fault are in ARCHITECTURE.md.
+The rules and what each engine does with a fault are in docs/reference/rules.md.
 """
 
 from __future__ import annotations
