@@ -36,6 +36,7 @@ from qad.training.optim import learning_rate, make_optimizer, set_learning_rate
 from qad.training.saturation import UNCOUNTED
 from qad.training.state import load_state, save_aside, save_state
 from qad.training.student import Student
+from qad.training.undisturbed import undisturbed
 
 _NOT_FINITE = 3  # steps in a row whose loss or gradient is no number, after which nothing is to be hoped for
 _STUCK = 0.01  # share of moved masters below which nothing is learned; weights that are exactly 0 always move
@@ -123,26 +124,28 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         self.student.quantize_inputs(step > self.config.weight_only_steps)
         loss = self._backward(step)
-        self._whole = False
-        if loss is None:
-            self.progress.steps_without_tokens += 1
-        elif self._finite(step, loss, lr):
-            self.optimizer.step()
-            self.student.deploy()
-        else:
-            loss = None
-        self.optimizer.zero_grad(set_to_none=True)
-        self.progress.step = step
-        rate = self.config.tokens_per_step / (time.perf_counter() - started)
-        last = step == self.config.steps
-        due = (
-            step % self.config.validate_every == 0 and not self._not_finite
-        )  # what changed nothing is not validated again
-        found = self._validated() if due or last else None
-        self._record(step, loss, lr, round(rate, 1), found)
-        if last or self._save_is_due(step):
-            self._save()
-        self._whole = True
+        with undisturbed() as lifted:
+            self._whole = False
+            if loss is None:
+                self.progress.steps_without_tokens += 1
+            elif self._finite(step, loss, lr):
+                self.optimizer.step()
+                self.student.deploy()
+            else:
+                loss = None
+            self.optimizer.zero_grad(set_to_none=True)
+            self.progress.step = step
+            rate = self.config.tokens_per_step / (time.perf_counter() - started)
+            last = step == self.config.steps
+            found = None
+            # What changed nothing is not validated again.
+            if (step % self.config.validate_every == 0 and not self._not_finite) or last:
+                with lifted():
+                    found = self._validated()
+            self._record(step, loss, lr, round(rate, 1), found)
+            if last or self._save_is_due(step):
+                self._save()
+            self._whole = True
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
         bar.note({**shown, name: "-" if loss is None else f"{loss:.4f}"})
