@@ -179,7 +179,8 @@ def test_failed_requests_are_tried_again_then_counted(
 
 
 def json_reply(text: str) -> bytes:
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(text.encode())}\r\n\r\n"
+    kind = "Content-Type: application/json\r\nConnection: close\r\n"
+    head = f"HTTP/1.1 200 OK\r\n{kind}Content-Length: {len(text.encode())}\r\n\r\n"
     return head.encode() + text.encode()
 
 
@@ -205,7 +206,7 @@ NONSENSE: dict[str, Any] = {
     "a status of five digits": b"HTTP/1.1 20000 OK\r\n\r\n",
     "a bad length": b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
     "a length below 0": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}",
-    "an answer cut short": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: 500\r\n\r\n{",
+    "an answer cut short": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 500\r\n\r\n{",
     "no HTTP": b"\xff\xfe garbage",
     "nothing": b"",
     "a refusal": 400,
