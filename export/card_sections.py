@@ -29,8 +29,10 @@ def serve_section(layout: Layout, formats: Collection[str], config: Mapping[str,
         lines.append(" ".join(["trtllm-serve .", *["--trust_remote_code"] * code]))
     needs = ["In this folder, on NVIDIA GPUs."]
     if any(FORMATS[format].bits == 4 for format in formats):
-        needs.append("Blackwell (B200, GB200, RTX PRO 6000) multiplies FP4; others decode the weights and multiply in BF16: the "
-                     "memory is saved, the speed of FP4 is not there.")  # fmt: skip
+        needs.append(
+            "Blackwell (B200, GB200, RTX PRO 6000) multiplies FP4; others decode the weights and multiply in BF16: the "
+            "memory is saved, the speed of FP4 is not there."
+        )
     if any(FORMATS[format].bits == 8 for format in formats):
         needs.append("FP8 is multiplied from Ada and Hopper on.")
     readers = "vLLM 0.32 and TensorRT-LLM read" if layout is MODELOPT else "vLLM 0.32 reads"
@@ -48,9 +50,7 @@ def made_section(arm: Arm) -> str:
         tokens = calibrate.get("samples", 0) * calibrate.get("seq_len", 0)
         steps.append(f"Scales of activations from {tokens:,} tokens of {_names(calibrate.get('data'))}.")
     if arm.rounding == GPTQ:
-        steps.append(
-            "4-bit codes and block scales from the inputs of the same tokens, rounding one column after another (GPTQ)."
-        )
+        steps.append("4-bit codes and block scales from the inputs of the same tokens, rounding one column after another (GPTQ).")
     progress = mapping(arm.facts.get("training"))
     if arm.trained and progress:
         train = mapping(recipe.get("train"))
@@ -76,7 +76,5 @@ def _names(data: Any) -> str:
 def _without_places(value: Any) -> Any:
     """Paths by their last name alone: a card is for others."""
     if isinstance(value, dict):
-        return {
-            k: PurePath(v).name if k == "path" and isinstance(v, str) else _without_places(v) for k, v in value.items()
-        }
+        return {k: PurePath(v).name if k == "path" and isinstance(v, str) else _without_places(v) for k, v in value.items()}
     return [_without_places(held) for held in value] if isinstance(value, list) else value

@@ -34,8 +34,15 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
     opened = open_folder(folder)
     findings = list(_findings(opened, tp))
     if engine == "trtllm" and opened.layout is COMPRESSED_TENSORS:
-        findings.append(warning("E1", "config.json", "TensorRT-LLM reads the compressed-tensors layout only in part",
-                                "qad convert DIR --layout modelopt", "trtllm"))  # fmt: skip
+        findings.append(
+            warning(
+                "E1",
+                "config.json",
+                "TensorRT-LLM reads the compressed-tensors layout only in part",
+                "qad convert DIR --layout modelopt",
+                "trtllm",
+            )
+        )
     if source is not None and not any(f.severity == "error" for f in findings):
         findings += against_arm(opened, source)
     if not any(f.severity == "error" for f in findings):
@@ -58,14 +65,10 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from metadata.e1_dtype(folder)
     yield from metadata.e2_algorithm(folder)
     yield from metadata.e2_not_computed(folder)
-    if (folder.algorithm is not None and folder.algorithm not in metadata.checked()) or metadata.unchecked_layers(
-        folder
-    ):
+    if (folder.algorithm is not None and folder.algorithm not in metadata.checked()) or metadata.unchecked_layers(folder):
         return
     if not folder.packed and not folder.unreadable:
-        yield error(
-            "E3", "config.json", f"announces {folder.algorithm} but no module is quantized", "export the arm again"
-        )
+        yield error("E3", "config.json", f"announces {folder.algorithm} but no module is quantized", "export the arm again")
         return
     yield from tensors.e3_modules_whole(folder)
     if not folder.unreadable:

@@ -110,9 +110,7 @@ def in_model_order(folder: Folder) -> list[str]:
 def excluded_names(folder: Folder) -> tuple[str, ...]:
     """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
     and `re:` patterns of one layout mean nothing in the other."""
-    listed = {
-        name for name in folder.announced.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed
-    }
+    listed = {name for name in folder.announced.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
     return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed}))
 
 

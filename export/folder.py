@@ -28,17 +28,7 @@ from qad.errors import UsageError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
 from qad.model.families import Family, family_of
-from qad.numerics.formats import (
-    BLOCK_SCALE,
-    CODES,
-    FORMATS,
-    INPUT_SCALE,
-    MIXED,
-    Format,
-    Quantized,
-    algorithm_of,
-    with_inputs,
-)
+from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, INPUT_SCALE, MIXED, Format, Quantized, algorithm_of, with_inputs
 from qad.untrusted import mapping
 from qad.untrusted.safetensors_header import Entry, Header, read_header
 

@@ -159,9 +159,7 @@ def _block_scales(folder: Folder, layout: Layout, done: list[str]) -> Iterator[t
             continue
         bad = _bad_over_zeros(folder, name, f"{module}.{layout.codes}")
         if bad.any():
-            done.append(
-                f"{module}: {int(bad.sum())} block scales that were NaN or negative over all-zero codes became 1.0"
-            )
+            done.append(f"{module}: {int(bad.sum())} block scales that were NaN or negative over all-zero codes became 1.0")
             yield name, lambda name=name, bad=bad: _with_ones(folder.get(name), bad)  # type: ignore[misc]
 
 
@@ -204,9 +202,7 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     scheme = Scheme(algorithm_of(layers.values()), excluded_names(folder), kv_cache, layers)
     outer, nested = quantization_blocks(layout, scheme)
     before = folder.announced.outer or {}
-    kept = {
-        key: value for key, value in before.items() if key not in ("kv_cache_scheme", "group_size", "quantized_layers")
-    }
+    kept = {key: value for key, value in before.items() if key not in ("kv_cache_scheme", "group_size", "quantized_layers")}
     merged = {**kept, **outer, **({"producer": kept["producer"]} if "producer" in kept else {})}
     done += _differences("quantization_config", before, merged)
     if nested is not None:
@@ -231,9 +227,7 @@ def _formats(folder: Folder, layout: Layout) -> dict[str, str] | None:
 
 
 def _differences(place: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    keys = [
-        key for key in {**before, **after} if before.get(key) != after.get(key) or (key in before) != (key in after)
-    ]
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) or (key in before) != (key in after)]
     return [f"{place}: {key} {_short(before.get(key))} -> {_short(after.get(key))}" for key in keys]
 
 
@@ -287,8 +281,10 @@ def _require_arm(source: Path) -> None:
             "the checkpoint was exported from (RUN/arms/NAME)"
         )
     if open_arm(source).selection is None:
-        raise UsageError(f"{source} is the BF16 arm: quantizing the original again would undo what was trained. Give the arm "
-                         "the checkpoint was exported from")  # fmt: skip
+        raise UsageError(
+            f"{source} is the BF16 arm: quantizing the original again would undo what was trained. Give the arm "
+            "the checkpoint was exported from"
+        )
 
 
 def _quantize_again(folder: Folder, source: Path, out: Path) -> list[str]:
@@ -301,7 +297,9 @@ def _quantize_again(folder: Folder, source: Path, out: Path) -> list[str]:
         same, whole = modules_of_arm(folder, layout, open_arm(source))
         evidence = f"{same} of {whole} whole modules are what this arm exports"
         if 2 * same <= whole:
-            raise UsageError(f"{source} is not known to be the arm {folder.path} was exported from ({evidence}): another one's "
-                             "weights would undo what was trained; `qad export` the right one")  # fmt: skip
+            raise UsageError(
+                f"{source} is not known to be the arm {folder.path} was exported from ({evidence}): another one's "
+                "weights would undo what was trained; `qad export` the right one"
+            )
     export_arm(source, out, layout=layout.name)
     return [f"exported {source} again, as some modules needed quantizing or copying: {evidence}"]

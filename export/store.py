@@ -115,9 +115,7 @@ def _require_fitting(arm: Arm) -> Selection:
     """What the arm holds must be what its source holds: a name that is nowhere would be lost without a word."""
     selection = arm.selection
     if selection is None:
-        raise ArtifactError(
-            f"{arm.folder} is a BF16 arm: there is nothing to export, its checkpoint is the source itself"
-        )
+        raise ArtifactError(f"{arm.folder} is a BF16 arm: there is nothing to export, its checkpoint is the source itself")
     known = {name: info.shape for name, info in arm.source.tensors.items()}
     for module, shape in selection.modules.items():
         found = known.get(f"{module}.weight")

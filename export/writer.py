@@ -35,13 +35,7 @@ _SPARE = 16_000_000  # bytes of metadata and card
 _COMPILE_FROM = 1 << 30  # weights; a compiler that starts cold costs more than it saves below
 
 
-def export_arm(
-    arm: Path,
-    out: Path,
-    layout: str = "modelopt",
-    shard_size: int = SHARD_SIZE,
-    replace: bool = False,
-) -> Artifact:
+def export_arm(arm: Path, out: Path, layout: str = "modelopt", shard_size: int = SHARD_SIZE, replace: bool = False) -> Artifact:
     """Write a PTQ or QAD arm as an NVFP4 checkpoint; a finished export of the same arm is reused.
 
     An interrupted one goes on behind its last whole shard. Peak memory is below two scale groups.
@@ -57,9 +51,7 @@ def export_arm(
     require_apart(out, {"arm": opened.folder, "source model": opened.source.folder})
     shards = plan_shards(list(units(opened, LAYOUTS[layout])), shard_size)
     config = {"layout": layout, "shard_size": shard_size}
-    if (
-        opened.kv_cache == CAST
-    ):  # nothing else of the folder tells scales that are lost from scales that were never made
+    if opened.kv_cache == CAST:  # nothing else of the folder tells scales that are lost from scales that were never made
         config["kv_cache"] = CAST
     finished = open_artifact(arm)
     own = beside(opened.source.folder, _WRITTEN)
@@ -113,10 +105,7 @@ def _bytes(shards: dict[str, list[Unit]]) -> int:
 def _weights(arm: Arm, files: WholeFiles, shards: dict[str, list[Unit]]) -> None:
     assert arm.selection is not None
     quantized = sum(n * k for n, k in arm.selection.modules.values())
-    with (
-        compilation(True if quantized >= _COMPILE_FROM else None),
-        byte_progress("export", _bytes(shards), files) as bar,
-    ):
+    with compilation(True if quantized >= _COMPILE_FROM else None), byte_progress("export", _bytes(shards), files) as bar:
         for name, shard in shards.items():
             entries = [entry for unit in shard for entry in unit.entries]
             files.write(name, lambda path, e=entries, s=shard: write_file(path, e, _tensors(s), bar.update))  # type: ignore[misc]
@@ -139,9 +128,7 @@ def _metadata(arm: Arm, own: Beside, folder: Path, shards: dict[str, list[Unit]]
     assert arm.selection is not None
     entries = {entry: file for file, shard in shards.items() for unit in shard for entry in unit.entries}
     if len(shards) > 1:
-        write_index(
-            folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries)
-        )
+        write_index(folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries))
     scheme = scheme_of(arm.selection, entries, arm.kv_cache)
     write_config_files(folder, in_bfloat16(arm.config), layout, scheme)
     own.copy(folder)

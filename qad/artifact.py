@@ -114,9 +114,7 @@ def _require_files(artifact: Artifact) -> None:
     for name, facts in artifact.manifest["files"].items():
         file = artifact.path / name
         if name not in _NO_IDENTITY and (not file.is_file() or file.stat().st_size != facts["bytes"]):
-            raise ArtifactError(
-                f"{file} was removed or changed after it was written: remove {artifact.path} and run again"
-            )
+            raise ArtifactError(f"{file} was removed or changed after it was written: remove {artifact.path} and run again")
 
 
 def replace_card(folder: Path, text: str) -> None:
@@ -206,14 +204,10 @@ def _fill(
 
 def _of_disk(partial: Path, error: OSError) -> StorageError:
     """What failed inside a stage. A copy that fails names the file that was read first, one that is written by handle none."""
-    named = [
-        Path(os.fsdecode(name)) for name in (error.filename2, error.filename) if isinstance(name, (str, bytes, Path))
-    ]
+    named = [Path(os.fsdecode(name)) for name in (error.filename2, error.filename) if isinstance(name, (str, bytes, Path))]
     inside = next((path for path in named if partial == path or partial in path.parents), None)
     if named and inside is None and error.errno not in FULL:
-        return StorageError(
-            f"cannot read {named[-1]}: {error.strerror or error}; run the same command again once it can be read"
-        )
+        return StorageError(f"cannot read {named[-1]}: {error.strerror or error}; run the same command again once it can be read")
     return not_written(inside or partial, error)
 
 
@@ -282,8 +276,7 @@ def _require_same(out: Path, config: Mapping[str, Any], inputs: Mapping[str, str
 def _other_settings(found: Artifact, changed: Sequence[str]) -> ArtifactError:
     what = f" ({'; '.join(changed)})" if changed else ""
     return ArtifactError(
-        f"{found.path} holds a finished {found.kind} made from other inputs or settings{what}: choose another --out or "
-        "remove it"
+        f"{found.path} holds a finished {found.kind} made from other inputs or settings{what}: choose another --out or remove it"
     )
 
 
@@ -313,8 +306,7 @@ def _manifest(
 ) -> dict[str, Any]:
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
-        name: {"bytes": path.stat().st_size, "sha256": hashed.get(name) or sha256_file(path)}
-        for name, path in paths.items()
+        name: {"bytes": path.stat().st_size, "sha256": hashed.get(name) or sha256_file(path)} for name, path in paths.items()
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -325,9 +317,7 @@ def _manifest(
         "config_hash": digest_of(config),
         "inputs": dict(inputs),
         "files": files,
-        "digest": digest_of(
-            {"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _NO_IDENTITY}}
-        ),
+        "digest": digest_of({"kind": kind, "files": {n: f["sha256"] for n, f in files.items() if n not in _NO_IDENTITY}}),
         **provenance.provenance(),
         "created": provenance.now(),
         "seconds": round(seconds, 1),

@@ -164,9 +164,7 @@ class ModelOptHfQuantizer(HfQuantizer):
             if (weight := stored.get(f"{name}.weight")) and weight.dtype in {
                 record.tensors[0].dtype for record in FORMATS.values()
             }:
-                raise ValueError(
-                    f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}"
-                )
+                raise ValueError(f"{name} is ignored by config.json or not listed, but its weight is quantized: {_ADVICE}")
         for inner, module in model.named_modules():
             if isinstance(module, PackedLinear) and f"{names.module(inner)}.weight" in stored:
                 _require_shapes(names.module(inner), module, stored)
@@ -249,9 +247,7 @@ def _require_shapes(name: str, module: PackedLinear, stored: dict[str, Entry]) -
         if found is None:
             raise ValueError(f"{name}.{leaf} is not in the checkpoint: {_ADVICE}")
         if found.shape != tuple(parameter.shape):
-            raise ValueError(
-                f"{name}.{leaf} is {list(found.shape)}, config.json asks for {list(parameter.shape)}: {_ADVICE}"
-            )
+            raise ValueError(f"{name}.{leaf} is {list(found.shape)}, config.json asks for {list(parameter.shape)}: {_ADVICE}")
 
 
 def _require_loaded(model: Any) -> None:
@@ -259,9 +255,7 @@ def _require_loaded(model: Any) -> None:
     may_miss = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not getattr(tensor, "_is_hf_initialized", False) and not any(p.search(name) for p in may_miss):
-            raise ValueError(
-                f"{names_of(model).tensor(name)} is not in the checkpoint, or has another shape: {_ADVICE}"
-            )
+            raise ValueError(f"{names_of(model).tensor(name)} is not in the checkpoint, or has another shape: {_ADVICE}")
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:

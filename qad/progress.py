@@ -27,13 +27,18 @@ class Progress:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             scaled = self.unit not in ("req", "run", "seq")
-            self._bar = tqdm(desc=self.what, total=self.total, unit=self.unit, unit_scale=scaled, initial=self.done,
-                             mininterval=2.0, smoothing=0.1)  # fmt: skip
+            self._bar = tqdm(
+                desc=self.what,
+                total=self.total,
+                unit=self.unit,
+                unit_scale=scaled,
+                initial=self.done,
+                mininterval=2.0,
+                smoothing=0.1,
+            )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
         elif self._said > self._started and kind is None:
@@ -58,9 +63,7 @@ class Progress:
         self._said = self._clock()
         seconds = self._said - self._started
         rate = (self.done - self._first) / seconds if seconds > 0 else 0.0
-        share = (
-            f" of {_short(self.total)} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
-        )
+        share = f" of {_short(self.total)} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
         left = f", {tqdm.format_interval((self.total - self.done) / rate)} left" if self.total and rate else ""
         print(
             f"{self.what}: {_short(self.done)}{share}, {_short(rate)} {self.unit}/s{left}{self._facts}",

@@ -60,11 +60,7 @@ def provenance() -> dict[str, Any]:
 def _git(root: Path, *args: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(root), *args],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
+            ["git", "--no-optional-locks", "-C", str(root), *args], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

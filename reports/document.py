@@ -19,15 +19,18 @@ from reports.sections.outcome import QAD, arm_name, banners, decision, outcome, 
 RECIPE_LIMIT = 100_000
 
 GLOSSARY = [
-    ("Arm", "One treatment of the model. BF16 is the original; PTQ was quantized without training; QAD was distilled from BF16 "
-     "with quantization in the loop; QAT was trained on text."),
+    (
+        "Arm",
+        "One treatment of the model. BF16 is the original; PTQ was quantized without training; QAD was distilled from BF16 "
+        "with quantization in the loop; QAT was trained on text.",
+    ),
     ("Recovery", "What is left of BF16’s score: the arm’s score divided by BF16’s."),
     ("KL divergence", "How far the arm’s next-token distribution is from BF16’s, in nats; 0 is equal."),
     ("Policy", "The thresholds that the numbers are held against."),
     ("95 % interval", "Where the true value lies, as far as these items tell. A threshold is held against all of it."),
     ("Emulated", "NVFP4’s values computed without FP4 units: accuracy means what it says, speed does not."),
     ("W4A4, W4A16", "Weights in 4 bits, inputs in 4 or in 16."),
-]  # fmt: skip
+]
 
 METHOD = [
     (
@@ -101,17 +104,19 @@ METHOD = [
     ),
     ("Perplexity gap closed", "(PTQ − QAD) / (PTQ − BF16), given only where the interval of the PTQ gap lies above 0."),
     ("Speed", "Repeats of the arms are interleaved; ratios are paired by repeat, with Student’s t on their logs."),
-    (
-        "Size",
-        "From the safetensors headers; effective bits are bits on disk per logical parameter, a tied tensor counted once.",
-    ),
+    ("Size", "From the safetensors headers; effective bits are bits on disk per logical parameter, a tied tensor counted once."),
 ]
 
 
 def document(
-    run: Run, comparison: Comparison, records: list[Record], others: list[Record], verdict: Verdict | None,
-    changed: list[Block], missing: list[tuple[str, str]],
-) -> Document:  # fmt: skip
+    run: Run,
+    comparison: Comparison,
+    records: list[Record],
+    others: list[Record],
+    verdict: Verdict | None,
+    changed: list[Block],
+    missing: list[tuple[str, str]],
+) -> Document:
     """Everything, in the order in which it is read. `records` are in the report's order (`origin.ordered`).
 
     others: of further training seeds, and second measurements for the noise floor. changed: the parts on single benchmarks
@@ -134,10 +139,7 @@ def document(
         Section("missing", "What was not measured, and why", [Notes(missing)]),
         Section("recipe", "Recipe and text", _recipe(run), folded=True),
         Section(
-            "glossary",
-            "Words",
-            [Notes([word for word in GLOSSARY if word[0] != "Emulated" or comparison.emulated])],
-            folded=True,
+            "glossary", "Words", [Notes([word for word in GLOSSARY if word[0] != "Emulated" or comparison.emulated])], folded=True
         ),
         Section("method", "Method", [Notes(METHOD)], folded=True),
         Section("provenance", "Provenance", origin.provenance(records, others, run), folded=True),
@@ -164,10 +166,7 @@ def _nothing(what: str) -> Text:
 
 def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
     overview = _kept(
-        details.benchmarks(comparison),
-        details.contrasts(comparison),
-        details.noise_floor(comparison),
-        strata.outputs(comparison),
+        details.benchmarks(comparison), details.contrasts(comparison), details.noise_floor(comparison), strata.outputs(comparison)
     )
     every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
     return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
@@ -187,9 +186,9 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 def _training(run: Run, comparison: Comparison) -> list[Block]:
     logs = {QAD: run.steps, **run.other_steps}
-    return _kept(
-        figures.training(run.steps, run.other_steps), details.validation(logs), seeds.training_seeds(comparison)
-    ) or [_nothing("The training curve")]
+    return _kept(figures.training(run.steps, run.other_steps), details.validation(logs), seeds.training_seeds(comparison)) or [
+        _nothing("The training curve")
+    ]
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -206,9 +205,11 @@ def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
 
 def _speed(comparison: Comparison, records: list[Record]) -> list[Block]:
     return _kept(
-        details.speed(comparison, records), pareto.pareto_figure(comparison, records),
-        serving.serving_table(comparison, records), serving.serving_notes(records),
-    ) or [_nothing("Speed")]  # fmt: skip
+        details.speed(comparison, records),
+        pareto.pareto_figure(comparison, records),
+        serving.serving_table(comparison, records),
+        serving.serving_notes(records),
+    ) or [_nothing("Speed")]
 
 
 def _recipe(run: Run) -> list[Block]:

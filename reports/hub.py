@@ -28,13 +28,7 @@ def eval_results(comparison: Comparison, arm: str) -> list[dict[str, Any]]:
     entries = []
     for row in comparison.benchmarks:
         known, score = _LEADERBOARDS.get(row.task), row.score.get(arm)
-        if (
-            known
-            and score
-            and row.headline
-            and row.limit is None
-            and not (row.imported or row.failed.get(arm) or row.doubt)
-        ):
+        if known and score and row.headline and row.limit is None and not (row.imported or row.failed.get(arm) or row.doubt):
             shots = "" if row.n_shot is None else f"{row.n_shot}-shot, "
             notes = f"lm-evaluation-harness, {shots}{clean(row.metric)}, {row.n:,} items"
             entries.append(EvalResultEntry(*known, value=round(100 * score.value, 4), notes=notes))
@@ -48,12 +42,17 @@ def model_index(comparison: Comparison, arm: str, model_name: str) -> list[dict[
     Imported scores are left out: they are somebody else's.
     """
     results = [
-        EvalResult(task_type="text-generation", dataset_type=clean(row.task), dataset_name=_name(row),
-                   dataset_args=_arguments(row), **metric)
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=clean(row.task),
+            dataset_name=_name(row),
+            dataset_args=_arguments(row),
+            **metric,
+        )
         for row in comparison.benchmarks
         if arm != BASELINE and not row.imported
         for metric in _metrics(row, arm)
-    ]  # fmt: skip
+    ]
     index: list[dict[str, Any]] = eval_results_to_model_index(clean(model_name), results)
     return index if results else None
 

@@ -124,9 +124,7 @@ def _read(path: Path) -> Record | str:
         return str(error.__cause__ or error)
 
 
-def _missing_records(
-    run: Path, given: list[Record], measure: dict[str, Any], expected: Sequence[str]
-) -> list[tuple[str, str]]:
+def _missing_records(run: Path, given: list[Record], measure: dict[str, Any], expected: Sequence[str]) -> list[tuple[str, str]]:
     """expected: arms that a run of this recipe has."""
     have = {(record.arm, record.kind) for record in given}
     damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
@@ -198,9 +196,11 @@ def _split_texts(run: Path, given: list[Record]) -> list[SplitText]:
                 total, counted = sum(sources.values()), text.get("counted")
                 spent = used.get(role) if isinstance(used, dict) else None
                 found[role] = SplitText(
-                    role, sources, counted if isinstance(counted, int) and counted < total else None,
+                    role,
+                    sources,
+                    counted if isinstance(counted, int) and counted < total else None,
                     spent if isinstance(spent, int) and spent > total else None,
-                )  # fmt: skip
+                )
     measured = next((s for s in (_counts(record.settings.get("sources")) for record in given) if s), None)
     if measured:
         found["test"] = SplitText("test", measured)

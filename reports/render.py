@@ -72,9 +72,12 @@ def markdown(contents: Document) -> str:
 @functools.cache
 def _environment(*, autoescape: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("reports"), autoescape=autoescape, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("reports"),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["unbroken"] = _unbroken
     environment.filters["md"] = markdown_text
     environment.filters["fence"] = _fence

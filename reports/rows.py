@@ -75,13 +75,22 @@ def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: 
             for name, count in {**data.bytes_by_class, "files": data.file_bytes}.items()
         ],
         "throughput": [
-            {"arm": arm, "phase": p.phase, "batch": p.batch, "input_tokens": p.input_tokens,
-             "output_tokens": p.output_tokens, "repeat": repeat, "tokens_per_s": rate}
-            for arm, points in points_of(records).items() for p in points for repeat, rate in enumerate(p.tokens_per_s)
+            {
+                "arm": arm,
+                "phase": p.phase,
+                "batch": p.batch,
+                "input_tokens": p.input_tokens,
+                "output_tokens": p.output_tokens,
+                "repeat": repeat,
+                "tokens_per_s": rate,
+            }
+            for arm, points in points_of(records).items()
+            for p in points
+            for repeat, rate in enumerate(p.tokens_per_s)
         ],
         "parity": list(_parity(records)),
         "training": [{"arm": arm, **dataclasses.asdict(step)} for arm, found in steps.items() for step in found],
-    }  # fmt: skip
+    }
     files = {}
     for name, entries in rows.items():
         files[f"{name}.csv"], files[f"{name}.parquet"] = _csv(name, entries), _parquet(name, entries)
@@ -92,8 +101,14 @@ def _parity(records: list[Record]) -> Iterator[dict[str, Any]]:
     """A row a prompt, whose difference is of a log-probability in nats, and a row a Linear, whose is of its largest output."""
     for arm, found in parity_of(records).items():
         engine = found.engine
-        facts = {"arm": arm, "engine": engine.name, "version": engine.version, "kernel": engine.kernel_path,
-                 "layout": found.layout or "", "verdict": "holds" if found.holds else "fails"}  # fmt: skip
+        facts = {
+            "arm": arm,
+            "engine": engine.name,
+            "version": engine.version,
+            "kernel": engine.kernel_path,
+            "layout": found.layout or "",
+            "verdict": "holds" if found.holds else "fails",
+        }
         for number, prompt in enumerate(found.data.prompts):
             yield {**facts, "prompt": number, **dataclasses.asdict(prompt)}
         for layer in found.data.layers:
@@ -123,12 +138,7 @@ def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:
     for c in comparison.contrasts:
         yield from row("difference", c.arm, c.difference, "score", against=c.against, benchmark=c.benchmark)
     for arm, found in comparison.fidelity.items():
-        for name, unit in (
-            ("kl", "nats"),
-            ("top1", "share"),
-            ("perplexity", "perplexity"),
-            ("perplexity_ratio", "ratio"),
-        ):
+        for name, unit in (("kl", "nats"), ("top1", "share"), ("perplexity", "perplexity"), ("perplexity_ratio", "ratio")):
             yield from row(name, arm, getattr(found, name), unit, against="bf16" if name != "perplexity" else "")
     yield from row("kl_ratio", "qad", comparison.kl_ratio, "ratio", against="ptq")
     yield from row("perplexity_gap_closed", "qad", comparison.perplexity_gap_closed, "share", against="ptq")
@@ -154,8 +164,7 @@ def numbers_by_name(comparison: Comparison) -> dict[str, float]:
 def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
     kinds: dict[type, Any] = {float: pa.float64(), int: pa.int64()}
     schema = pa.schema(
-        [(column, pa.string()) for column in _TEXTS[name]]
-        + [(column, kinds[kind]) for column, kind in _NUMBERS[name].items()]
+        [(column, pa.string()) for column in _TEXTS[name]] + [(column, kinds[kind]) for column, kind in _NUMBERS[name].items()]
     )
     columns = {c: [text(str(row.get(c, ""))) for row in rows] for c in _TEXTS[name]}
     columns |= {c: [row.get(c) for row in rows] for c in _NUMBERS[name]}

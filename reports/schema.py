@@ -36,9 +36,7 @@ def _strict(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     # Descriptions of fields are dictionaries, so a field may be named title; pydantic's titles are text.
-    value = {
-        n: _strict(item) for n, item in value.items() if n != "default" and not (n == "title" and isinstance(item, str))
-    }
+    value = {n: _strict(item) for n, item in value.items() if n != "default" and not (n == "title" and isinstance(item, str))}
     if value.get("type") == "number":
         value["type"] = ["number", "null"]
     if value.get("type") == "object" and isinstance(value.get("properties"), dict):

@@ -60,9 +60,7 @@ def build_tokenizer(folder: Path) -> Any:
     raw.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator([TEXT] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
@@ -80,10 +78,18 @@ def build_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(seed)
     return _save(LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides})), folder)
 
@@ -106,12 +112,25 @@ def build_qwen3(folder: Path, kind: str = "qwen3", seed: int = 0, **overrides: A
     import transformers
 
     sizes = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts_per_tok": 2,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    sizes |= {"qwen3": {}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32},
-              "mixtral": {"num_local_experts": 4, "intermediate_size": 32}}[kind]  # fmt: skip
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    sizes |= {
+        "qwen3": {},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32},
+        "mixtral": {"num_local_experts": 4, "intermediate_size": 32},
+    }[kind]
     name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}[kind]
     if kind == "qwen3":
         del sizes["num_experts_per_tok"]

@@ -97,9 +97,7 @@ def records_page() -> str:
 
 
 def _data_class(cls: Any) -> str:
-    rows = [
-        f"| `{field.name}` | `{str(field.type).replace('|', chr(92) + '|')}` |" for field in dataclasses.fields(cls)
-    ]
+    rows = [f"| `{field.name}` | `{str(field.type).replace('|', chr(92) + '|')}` |" for field in dataclasses.fields(cls)]
     text = (cls.__doc__ or "").strip().replace("\n    ", "\n")
     return "\n".join([f"## {cls.__name__}", "", text, "", "| field | type |", "|---|---|", *rows])
 

@@ -19,9 +19,20 @@ from qad.artifact import sha256_file
 from qad.untrusted.safetensors_header import Entry
 
 # In the order of the reference implementation, which writes tensors from the last to the first.
-_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
-           "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
-           "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # fmt: skip
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 _METADATA = {"format": "pt"}
 
@@ -66,9 +77,7 @@ def _header(entries: list[Entry], metadata: Mapping[str, str]) -> tuple[bytes, d
     offset = 0
     for entry in sorted(entries, key=lambda e: (-_RANK[e.dtype], e.name)):
         starts[entry.name] = (offset, entry)
-        header[entry.name] = {
-            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.bytes],
-        }  # fmt: skip
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.bytes]}
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-len(text) % 8), starts

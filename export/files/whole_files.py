@@ -26,9 +26,7 @@ class WholeFiles:
     def __init__(self, folder: Path, planned: Collection[str]) -> None:
         self._folder = folder
         recorded = _recorded(folder)
-        self.whole = {
-            name: facts for name, facts in recorded.items() if name in planned and _same(folder / name, facts)
-        }
+        self.whole = {name: facts for name, facts in recorded.items() if name in planned and _same(folder / name, facts)}
         for path in folder.iterdir():
             if path.name not in (STAGE_FILE, *self.whole):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -45,9 +45,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         groups = {format: sorted(modules) for format, modules in scheme.by_format.items()}
     formats = {format_name(format) for format in groups}
     return {
-        "config_groups": {
-            f"group_{number}": _group(format, targets) for number, (format, targets) in enumerate(groups.items())
-        },
+        "config_groups": {f"group_{number}": _group(format, targets) for number, (format, targets) in enumerate(groups.items())},
         "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
         "ignore": list(scheme.excluded),
         "kv_cache_scheme": dict(_KV_CACHE) if scheme.kv_cache else None,

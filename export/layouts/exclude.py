@@ -22,9 +22,7 @@ from qad.model.families import DEFAULT, Family, experts_of
 _WILD = re.compile(r"[*?[]")  # full names need no glob; a large model has millions of pairs
 
 
-def vllm_excludes(
-    module: str, patterns: Sequence[str], modules: Collection[str] | None = None, family: Family = DEFAULT
-) -> bool:
+def vllm_excludes(module: str, patterns: Sequence[str], modules: Collection[str] | None = None, family: Family = DEFAULT) -> bool:
     """True where vLLM runs the module unquantized. `modules`: the model's own, so that only members that exist count as
     fused (None: all do). Raises ValueError where vLLM refuses: part of a fused module is excluded."""
     experts = experts_of(module)
@@ -43,11 +41,7 @@ def vllm_excludes(
 
 
 def vllm_compressed_tensors_quantizes(
-    module: str,
-    targets: Sequence[str],
-    ignore: Sequence[str],
-    modules: Collection[str] | None = None,
-    family: Family = DEFAULT,
+    module: str, targets: Sequence[str], ignore: Sequence[str], modules: Collection[str] | None = None, family: Family = DEFAULT
 ) -> bool:
     """True where vLLM waits for the module's scales in a compressed-tensors checkpoint: it is not ignored, and a target
     names it, matches it (`re:`), or is part of its class's name. `modules` as above. Raises ValueError where vLLM refuses:
@@ -146,9 +140,7 @@ class TrtllmFormats:
     """The algorithm TensorRT-LLM gives a module of a MIXED_PRECISION checkpoint: that of the first key of quantized_layers that
     contains the module's name, its first member's where engines fuse several; None where there is none."""
 
-    def __init__(
-        self, layers: Mapping[str, str], modules: Collection[str] | None = None, family: Family = DEFAULT
-    ) -> None:
+    def __init__(self, layers: Mapping[str, str], modules: Collection[str] | None = None, family: Family = DEFAULT) -> None:
         self._text, self._algorithms, self._modules = "\n".join(layers), list(layers.values()), modules
         self._family = family
         self._starts = [0, *itertools.accumulate(len(key) + 1 for key in layers)]

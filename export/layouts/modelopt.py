@@ -48,10 +48,7 @@ def hf_quant_config(scheme: Scheme) -> dict[str, Any]:
 
 def quantized_layers(scheme: Scheme) -> dict[str, dict[str, Any]]:
     """Module -> algorithm, of a mixed checkpoint."""
-    return {
-        module: {"quant_algo": MODELOPT.of(format).algorithm, **_sized(format)}
-        for module, format in scheme.layers.items()
-    }
+    return {module: {"quant_algo": MODELOPT.of(format).algorithm, **_sized(format)} for module, format in scheme.layers.items()}
 
 
 def _sized(format: str) -> dict[str, Any]:

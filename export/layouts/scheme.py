@@ -37,9 +37,7 @@ def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str = OF
     listed all the same, as engines build the module.
     """
     matrices = {
-        entry.name.removesuffix(".weight")
-        for entry in entries
-        if entry.name.endswith(".weight") and len(entry.shape) == 2
+        entry.name.removesuffix(".weight") for entry in entries if entry.name.endswith(".weight") and len(entry.shape) == 2
     }
     listed = matrices - selection.modules.keys()
     heads = {name for name, reason in selection.excluded.items() if reason == "output head"}

@@ -53,8 +53,10 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
             found = {name: folder.get(name) for name in wanted if name in folder.tensors}
             if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
                 whole += 1
-                same += all(torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
-                            for leaf in _exact_leaves(layout, format))  # fmt: skip
+                same += all(
+                    torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
+                    for leaf in _exact_leaves(layout, format)
+                )
     return same, whole
 
 
@@ -76,15 +78,17 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
     for module, weight in weights.items():
         stored = folder.quantized(module)
         if stored.shape != weight.shape:
-            yield error("W3", module, f"holds {list(stored.shape)} weights, {arm.name} has {list(weight.shape)}",
-                        f"export {arm.folder} again")  # fmt: skip
+            yield error(
+                "W3",
+                module,
+                f"holds {list(stored.shape)} weights, {arm.name} has {list(weight.shape)}",
+                f"export {arm.folder} again",
+            )
             continue
         same = _same(folder, module, expected[module])
         ratio, record = _relative_error(stored.dequantize(), weight), folder.record_of(module)
         if not ratio <= record.error_limit:
-            told = (
-                f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about {record.error}"
-            )
+            told = f"decoded weights differ from {arm.name}'s by {ratio:.3f} of their norm, expected about {record.error}"
             if same:
                 yield warning("W3", module, told + ", as its own quantization does", "keep this module in BF16")
             else:
@@ -97,9 +101,7 @@ def _same(folder: Folder, module: str, own: Quantized) -> bool:
     """The tensors of the file are what this arm's export would hold, bit for bit; a scale that was converted from the other
     layout may differ in its last bit."""
     format = folder.format_of(module)
-    for place, ours, theirs in zip(
-        FORMATS[format].tensors, own.tensors, folder.quantized(module).tensors, strict=False
-    ):
+    for place, ours, theirs in zip(FORMATS[format].tensors, own.tensors, folder.quantized(module).tensors, strict=False):
         near = place.per is None and _converted(format)
         if not (_within_one_ulp(theirs, ours) if near else torch.equal(_bits(ours), _bits(theirs))):
             return False
@@ -116,11 +118,20 @@ def _quantized_otherwise(arm: Arm, other: list[str], modules: int) -> Iterator[F
     rounded, or another arm was trained further."""
     if 2 * len(other) < modules:
         for module in other:
-            yield error("W3", module, f"is not what {arm.name} exports, though {modules - len(other)} of {modules} modules are "
-                        "to the bit", f"export {arm.folder} again")  # fmt: skip
+            yield error(
+                "W3",
+                module,
+                f"is not what {arm.name} exports, though {modules - len(other)} of {modules} modules are to the bit",
+                f"export {arm.folder} again",
+            )
     elif other:
-        yield warning("W3", other[0], f"is quantized differently from what {arm.name} exports ({len(other)} modules): another "
-                      "arm's export, or another tool's rules", f"compare with an export of {arm.folder}")  # fmt: skip
+        yield warning(
+            "W3",
+            other[0],
+            f"is quantized differently from what {arm.name} exports ({len(other)} modules): another "
+            "arm's export, or another tool's rules",
+            f"compare with an export of {arm.folder}",
+        )
 
 
 def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Finding]:
@@ -138,8 +149,12 @@ def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Find
             told = f"its input scale is not the one {arm.name} was calibrated with"
             yield error("W3", module, told, f"export {arm.folder} again")
     elif other:
-        yield warning("W3", other[0], f"has another input scale than {arm.name} ({len(other)} modules): another calibration",
-                      f"compare with an export of {arm.folder}")  # fmt: skip
+        yield warning(
+            "W3",
+            other[0],
+            f"has another input scale than {arm.name} ({len(other)} modules): another calibration",
+            f"compare with an export of {arm.folder}",
+        )
 
 
 def _kv_scales(folder: Folder, arm: Arm) -> Iterator[Finding]:

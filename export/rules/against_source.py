@@ -17,9 +17,7 @@ from qad.model.source import Checkpoint
 
 # Written by the library that saves, or about how rather than what is computed.
 _OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
-_TEXT = (
-    "How deep is the river? 12,345 m\u00b2 \u2014 na\u00efve caf\u00e9\n\tdef f(x):\n        return x  # \u6cb3\u6d41"
-)
+_TEXT = "How deep is the river? 12,345 m\u00b2 \u2014 na\u00efve caf\u00e9\n\tdef f(x):\n        return x  # \u6cb3\u6d41"
 _CHAT = [{"role": "user", "content": _TEXT}]
 
 
@@ -30,8 +28,12 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any])
     config, original = _with_defaults(folder.config), _with_defaults(expected)
     for key in sorted({*config, *original} - _OWN_KEYS):
         if config.get(key) != original.get(key):
-            yield error("W3", CONFIG, f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}",
-                        f"copy it from {source.folder}")  # fmt: skip
+            yield error(
+                "W3",
+                CONFIG,
+                f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}",
+                f"copy it from {source.folder}",
+            )
     try:
         theirs = load_tokenizer(source.folder)
     except SourceError as failure:
@@ -44,8 +46,12 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any])
         return
     for what, of in (("vocabulary or merges", _model), ("text", _ids), ("a chat", _prompt)):
         if of(ours) != of(theirs):
-            yield error("W3", "tokenizer", f"{what} of the source model's tokenizer come out differently",
-                        f"copy tokenizer and chat template from {source.folder}")  # fmt: skip
+            yield error(
+                "W3",
+                "tokenizer",
+                f"{what} of the source model's tokenizer come out differently",
+                f"copy tokenizer and chat template from {source.folder}",
+            )
             return
 
 

@@ -18,5 +18,4 @@ def e12_as_written(folder: Folder) -> Iterator[Finding]:
     for name in folder.files:
         wanted = mapping(written.get(name)).get("sha256")
         if isinstance(wanted, str) and sha256_file(folder.path / name) != wanted:
-            yield error("E12", name, f"is not the file that {MANIFEST} lists: its sha256 differs",
-                        "copy or export it again")  # fmt: skip
+            yield error("E12", name, f"is not the file that {MANIFEST} lists: its sha256 differs", "copy or export it again")

@@ -42,8 +42,13 @@ _KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False
 def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     """outer: quantization_config."""
     if folder.nested is not None:
-        yield error("E1", NESTED, "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's",
-                    f"remove {NESTED}", "trtllm")  # fmt: skip
+        yield error(
+            "E1",
+            NESTED,
+            "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's",
+            f"remove {NESTED}",
+            "trtllm",
+        )
     stored = {folder.stored_format(module) for module in folder.packed}
     kinds = {format_name(format) for format in stored or {next(iter(FORMATS))}}
     wanted = kinds.pop() if len(kinds) == 1 else MIXED_FORMAT
@@ -51,8 +56,10 @@ def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
         yield _error(f"format is {outer.get('format')!r}, the tensors are {wanted}", f"set it to {wanted}")
     if outer.get("quantization_status") != "compressed":
         status = outer.get("quantization_status")
-        yield _error(f"quantization_status is {status!r}: transformers looks for unpacked weights and makes them up",
-                     'set it to "compressed"')  # fmt: skip
+        yield _error(
+            f"quantization_status is {status!r}: transformers looks for unpacked weights and makes them up",
+            'set it to "compressed"',
+        )
     if not isinstance(outer.get("ignore"), list) or names(outer["ignore"]) != outer["ignore"]:
         yield _error(f"ignore is {outer.get('ignore')!r}, expected a list of module names", _AGAIN)
     groups = outer.get("config_groups")
@@ -105,9 +112,7 @@ def _kv_cache(scheme: object) -> Iterator[Finding]:
         return
     found = {**_DEFAULTS, **{key: value for key, value in mapping(scheme).items() if key in _KV_CACHE}}
     if found != _KV_CACHE or mapping(scheme).get("strategy") not in ("tensor", "attn_head"):
-        yield _error(
-            f"kv_cache_scheme is {scheme!r}: vLLM knows 8-bit floats, symmetric, one scale a tensor or head", _AGAIN
-        )
+        yield _error(f"kv_cache_scheme is {scheme!r}: vLLM knows 8-bit floats, symmetric, one scale a tensor or head", _AGAIN)
 
 
 def _error(message: str, remedy: str) -> Finding:

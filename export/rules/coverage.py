@@ -36,8 +36,12 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
         yield error("E7", pattern, "takes without end to match: engines that match it hang", "list full module names")
     for pattern in folder.announced.excluded:
         if pattern != pattern.strip(".") or not pattern:
-            yield error("E7", pattern or "''", "is empty, or starts or ends with a dot: it matches nothing, or everything",
-                        "use the full module name")  # fmt: skip
+            yield error(
+                "E7",
+                pattern or "''",
+                "is empty, or starts or ends with a dot: it matches nothing, or everything",
+                "use the full module name",
+            )
         elif not matches_any(pattern, known):
             yield warning("E7", pattern, "is excluded, but no module has a name like that: a misspelling?", "remove it")
     everything = {*folder.packed, *folder.linears}
@@ -47,19 +51,33 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
             try:
                 runs_as = format_for(module)
             except ValueError as refusal:
-                yield error(
-                    "E7", module, f"{refusal}: vLLM refuses to load", "exclude all fused members or none", engine
-                )
+                yield error("E7", module, f"{refusal}: vLLM refuses to load", "exclude all fused members or none", engine)
                 continue
             if packed and runs_as is None:
-                yield error("E7", module, "is packed but excluded, or missing in quantized_layers: the engine would "
-                            "read codes as BF16 weights", "list it as what it is", engine)  # fmt: skip
+                yield error(
+                    "E7",
+                    module,
+                    "is packed but excluded, or missing in quantized_layers: the engine would read codes as BF16 weights",
+                    "list it as what it is",
+                    engine,
+                )
             elif packed and runs_as != folder.format_of(module):
-                yield error("E7", module, f"is {folder.format_of(module)}, but the engine takes {runs_as} from another name in "
-                            "quantized_layers, which it finds first", _AGAIN, engine)  # fmt: skip
+                yield error(
+                    "E7",
+                    module,
+                    f"is {folder.format_of(module)}, but the engine takes {runs_as} from another name in "
+                    "quantized_layers, which it finds first",
+                    _AGAIN,
+                    engine,
+                )
             elif not packed and runs_as is not None:
-                yield error("E7", module, "has a BF16 weight but is not excluded: the engine would wait for its scales",
-                            f"add {module} to the exclude lists", engine)  # fmt: skip
+                yield error(
+                    "E7",
+                    module,
+                    "has a BF16 weight but is not excluded: the engine would wait for its scales",
+                    f"add {module} to the exclude lists",
+                    engine,
+                )
     for module, reason in folder.family.in_mamba1(everything).items():
         if module in folder.packed:
             told = f"is packed, but lies {reason}: the engine would read codes as BF16 weights"
@@ -87,20 +105,10 @@ def _known_modules(folder: Folder) -> set[str]:
 
 def _readers(folder: Folder, everything: set[str]) -> Readers:
     """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
-    patterns, targets, own, family = (
-        folder.announced.excluded,
-        folder.announced.targets,
-        folder.format_of,
-        folder.family,
-    )
+    patterns, targets, own, family = (folder.announced.excluded, folder.announced.targets, folder.format_of, folder.family)
     if folder.layout is COMPRESSED_TENSORS:
         return [
-            (
-                "vllm",
-                lambda m: (
-                    own(m) if vllm_compressed_tensors_quantizes(m, targets, patterns, everything, family) else None
-                ),
-            ),
+            ("vllm", lambda m: own(m) if vllm_compressed_tensors_quantizes(m, targets, patterns, everything, family) else None),
             ("all", lambda m: own(m) if compressed_tensors_quantizes(m, targets, patterns) else None),
         ]
     if folder.algorithm == MIXED:
@@ -121,15 +129,21 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
     for name in folder.tensors:
         module, _, leaf = name.rpartition(".")
         if leaf in scales and module in excluded:
-            yield error(
-                "E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor"
-            )
+            yield error("E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor")
         if folder.tied and name == f"{folder.head}.weight" and _differs_from_the_embedding(folder):
-            yield error("E8", module, "tie_word_embeddings says that it is the embedding, but another weight is stored: engines "
-                        "use the embedding", f"set tie_word_embeddings to false, or remove {name}")  # fmt: skip
+            yield error(
+                "E8",
+                module,
+                "tie_word_embeddings says that it is the embedding, but another weight is stored: engines use the embedding",
+                f"set tie_word_embeddings to false, or remove {name}",
+            )
         if folder.tied and module == folder.head and (leaf in scales or folder.tensors[name][1].dtype in codes):
-            yield error("E8", module, f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
-                        "keep head and embedding BF16, or untie them")  # fmt: skip
+            yield error(
+                "E8",
+                module,
+                f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
+                "keep head and embedding BF16, or untie them",
+            )
 
 
 def _differs_from_the_embedding(folder: Folder) -> bool:
@@ -145,20 +159,32 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     announced = folder.announced.kv_cache
     scales = [name for name in folder.tensors if name.endswith((".k_scale", ".v_scale"))]
     if scales and not announced:
-        yield error("E10", scales[0].rpartition(".")[0], "has KV scales but no KV cache algorithm is announced",
-                    "announce FP8 or remove the scales")  # fmt: skip
+        yield error(
+            "E10",
+            scales[0].rpartition(".")[0],
+            "has KV scales but no KV cache algorithm is announced",
+            "announce FP8 or remove the scales",
+        )
     if announced and not scales and folder.casts_kv_cache:
         told = "announces an FP8 KV cache without scales, as its recipe asks (cast): the engine uses 1.0"
         yield warning("E10", "config.json", told, "set quantize.kv_cache to calibrated")
     elif announced and not scales:
-        yield error("E10", "config.json", "announces a quantized KV cache but there are no scales: the engine uses 1.0",
-                    "calibrate KV scales, or announce no quantized KV cache")  # fmt: skip
+        yield error(
+            "E10",
+            "config.json",
+            "announces a quantized KV cache but there are no scales: the engine uses 1.0",
+            "calibrate KV scales, or announce no quantized KV cache",
+        )
     attentions = {_attention(name): name for name in scales}
     for attention, name in attentions.items():
         for lost in (folder.layout.kv_scale(attention, cache) for cache in ("k", "v")):
             if lost not in folder.tensors:
-                yield error("E10", name.rpartition(".")[0], f"has {name.rpartition('.')[2]} but {lost} is missing",
-                            "write both, under the names of the layout")  # fmt: skip
+                yield error(
+                    "E10",
+                    name.rpartition(".")[0],
+                    f"has {name.rpartition('.')[2]} but {lost} is missing",
+                    "write both, under the names of the layout",
+                )
     if scales:
         yield from _layers_without_kv_scales(folder, attentions)
     for name in scales:
@@ -176,9 +202,7 @@ def _layers_without_kv_scales(folder: Folder, attentions: Collection[str]) -> It
     for module in (*folder.packed, *folder.linears):
         parent, _, leaf = module.rpartition(".")
         if leaf == "k_proj" and parent not in attentions:
-            yield error(
-                "E10", parent, "has no KV scales, which other layers have: the engine uses 1.0", "calibrate again"
-            )
+            yield error("E10", parent, "has no KV scales, which other layers have: the engine uses 1.0", "calibrate again")
 
 
 def _attention(name: str) -> str:

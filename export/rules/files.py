@@ -66,20 +66,33 @@ def _split_modules(folder: Folder) -> Iterator[Finding]:
                 files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
     split = [module for module, found in files.items() if len(found) > 1]
     if split:
-        yield warning("E11", split[0], f"weight and scales lie in different files ({len(split)} modules): a loader that goes by "
-                      "file sees half a module", _AGAIN)  # fmt: skip
+        yield warning(
+            "E11",
+            split[0],
+            f"weight and scales lie in different files ({len(split)} modules): a loader that goes by file sees half a module",
+            _AGAIN,
+        )
 
 
 def _against_architecture(folder: Folder) -> Iterator[Finding]:
     skeleton = folder.skeleton
     if folder.oversized:
-        yield error("E11", "config.json", f"asks for more than the {len(folder.tensors):,} tensors here fill: {folder.oversized}",
-                    "correct config.json")  # fmt: skip
+        yield error(
+            "E11",
+            "config.json",
+            f"asks for more than the {len(folder.tensors):,} tensors here fill: {folder.oversized}",
+            "correct config.json",
+        )
         yield from missing_siblings(folder)
         return
     if skeleton is None:
-        yield warning("E11", "config.json", "its architecture is not one transformers can build here, or has other names: "
-                      "completeness is judged from the files alone", "check with the engine that will serve it")  # fmt: skip
+        yield warning(
+            "E11",
+            "config.json",
+            "its architecture is not one transformers can build here, or has other names: "
+            "completeness is judged from the files alone",
+            "check with the engine that will serve it",
+        )
         yield from missing_siblings(folder)
         return
     packed = set(folder.packed)
@@ -95,31 +108,32 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
         elif module in packed and leaf == "weight":
             continue
         elif entry.shape != shape:
-            yield error(
-                "E11", module, f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}", _AGAIN
-            )
+            yield error("E11", module, f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}", _AGAIN)
         elif entry.dtype not in FLOATING:
             yield error("E11", module, f"{name} is {entry.dtype} and has no scale, expected BF16", _AGAIN)
-    places = {
-        *skeleton.parameters,
-        *skeleton.buffers,
-        *(f"{m}.{leaf}" for m in packed for leaf in folder.leaves_of(m)),
-    }
+    places = {*skeleton.parameters, *skeleton.buffers, *(f"{m}.{leaf}" for m in packed for leaf in folder.leaves_of(m))}
     extra = [
         name
         for name in folder.tensors
         if name not in places and ".experts." not in name and not name.endswith((_ROTARY, ".k_scale", ".v_scale"))
     ]
-    extra = [
-        name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and folder.head in name)
-    ]
+    extra = [name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and folder.head in name)]
     beyond = _beyond_the_last_layer(folder, extra)
     if beyond:
-        yield error("E11", beyond[0], f"belongs to a layer that config.json does not have ({len(beyond)} tensors): engines stop, "
-                    "or serve the model without it", "correct num_hidden_layers")  # fmt: skip
+        yield error(
+            "E11",
+            beyond[0],
+            f"belongs to a layer that config.json does not have ({len(beyond)} tensors): engines stop, "
+            "or serve the model without it",
+            "correct num_hidden_layers",
+        )
     elif extra:
-        yield warning("E11", extra[0], f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it "
-                      "or stop", "remove it, unless the engine is known to read it")  # fmt: skip
+        yield warning(
+            "E11",
+            extra[0],
+            f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it or stop",
+            "remove it, unless the engine is known to read it",
+        )
 
 
 def _beyond_the_last_layer(folder: Folder, extra: list[str]) -> list[str]:
@@ -147,9 +161,7 @@ def _own_files(folder: Folder) -> Iterator[Finding]:
 
 def _rows(folder: Folder) -> int:
     """Of the embedding, 0 where it has none of the usual names."""
-    return max(
-        (entry.shape[0] for m in folder.embeddings if (entry := folder.entry(f"{m}.weight")) and entry.shape), default=0
-    )
+    return max((entry.shape[0] for m in folder.embeddings if (entry := folder.entry(f"{m}.weight")) and entry.shape), default=0)
 
 
 def _tokens(folder: Folder) -> list[tuple[int, str]]:
@@ -168,14 +180,23 @@ def _ends_of_text(folder: Folder) -> Iterator[Finding]:
     ends = [end for end in (said if isinstance(said, list) else [said]) if isinstance(end, int)]
     rows = _rows(folder)
     if rows and ends and not 0 <= min(ends) <= max(ends) < rows:
-        yield warning("E11", "generation_config.json", f"eos_token_id is {said}, the embedding has {rows} rows: a text does not "
-                      "end there", "copy it from the source model")  # fmt: skip
+        yield warning(
+            "E11",
+            "generation_config.json",
+            f"eos_token_id is {said}, the embedding has {rows} rows: a text does not end there",
+            "copy it from the source model",
+        )
     token = mapping(read_json(folder.path / "tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     own = next((index for index, text in _tokens(folder) if text == token), None)
     if ends and own is not None and own not in ends:
-        yield warning("E11", "generation_config.json", f"eos_token_id is {said}, the tokenizer's end of text {token!r} is {own}: "
-                      "engines that go by one of the two do not stop", "give eos_token_id every end of text")  # fmt: skip
+        yield warning(
+            "E11",
+            "generation_config.json",
+            f"eos_token_id is {said}, the tokenizer's end of text {token!r} is {own}: "
+            "engines that go by one of the two do not stop",
+            "give eos_token_id every end of text",
+        )
 
 
 def _ids_without_row(folder: Folder) -> Iterator[Finding]:
@@ -184,5 +205,9 @@ def _ids_without_row(folder: Folder) -> Iterator[Finding]:
     ids = [(index, token) for index, token in _tokens(folder) if index >= rows]
     if rows and ids:
         index, token = min(ids)
-        yield warning("E11", "tokenizer.json", f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine "
-                      "stops or reads what lies behind", "resize and train the embedding, or take the token out")  # fmt: skip
+        yield warning(
+            "E11",
+            "tokenizer.json",
+            f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine stops or reads what lies behind",
+            "resize and train the embedding, or take the token out",
+        )

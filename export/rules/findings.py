@@ -49,7 +49,4 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """{"ok": bool, "findings": [...]}; warnings leave ok true."""
-    return {
-        "ok": not any(f.severity == "error" for f in findings),
-        "findings": [dataclasses.asdict(f) for f in findings],
-    }
+    return {"ok": not any(f.severity == "error" for f in findings), "findings": [dataclasses.asdict(f) for f in findings]}

@@ -11,13 +11,7 @@ from export.folder import Folder
 from export.layouts.layout import LAYOUTS
 from export.rules.findings import Finding, error, warning
 from qad.numerics.finite import amax
-from qad.numerics.formats import (
-    BLOCK_SCALE,
-    CODES,
-    FORMATS,
-    GLOBAL_SCALE,
-    INPUT_SCALE,
-)
+from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, GLOBAL_SCALE, INPUT_SCALE
 
 _AGAIN = "export the arm again"
 
@@ -35,8 +29,12 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
             yield error("E3", module, f"has scales but no {leaf}", _AGAIN)
         elif codes.dtype != record.tensors[0].dtype or len(codes.shape) != 2:
             found, wanted = f"{codes.dtype} {list(codes.shape)}", record.tensors[0].words
-            yield error("E3", module, f"{leaf} is {found} beside its scales, expected {wanted}",
-                        "remove the scales and exclude the module, or " + _AGAIN)  # fmt: skip
+            yield error(
+                "E3",
+                module,
+                f"{leaf} is {found} beside its scales, expected {wanted}",
+                "remove the scales and exclude the module, or " + _AGAIN,
+            )
         elif 0 in codes.shape:
             yield error("E3", module, f"{leaf} is empty ({list(codes.shape)})", _AGAIN)
         else:
@@ -46,8 +44,7 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
         inputs = folder.layout.leaf(record.name, INPUT_SCALE)
         if not record.quantizes_inputs and folder.entry(f"{module}.{inputs}"):
             other = next((f.name for f in FORMATS.values() if f.stores_alike(record) and f.quantizes_inputs), "")
-            yield error("E3", module, f"has {inputs}, but {record.name} leaves activations alone",
-                        f"remove it, or set {other}")  # fmt: skip
+            yield error("E3", module, f"has {inputs}, but {record.name} leaves activations alone", f"remove it, or set {other}")
         yield from _unknown(folder, module)
 
 
@@ -161,9 +158,7 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
         n, k = shape
         row = folder.family.is_row_parallel(module)
         if k % 16 or (row and k % (16 * tp)):
-            yield error(
-                "E5", module, f"K {k} is not divisible by 16 x {tp if row else 1}", "exclude it, or plan another tp"
-            )
+            yield error("E5", module, f"K {k} is not divisible by 16 x {tp if row else 1}", "exclude it, or plan another tp")
         if not row and n % tp:
             yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
         shard_n, shard_k = (n, k // tp) if row else (n // tp, k)
@@ -184,10 +179,7 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
         if missing and len(missing) < len(group):
             for name in missing:
                 yield error(
-                    "E6",
-                    name,
-                    f"is BF16 while {next(m for m in group if m in packed)} is packed: engines fuse them",
-                    _AGAIN,
+                    "E6", name, f"is BF16 while {next(m for m in group if m in packed)} is packed: engines fuse them", _AGAIN
                 )
             continue
         if len(group) < 2:
@@ -200,18 +192,25 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
         if not formats:
             continue
         record = FORMATS[next(iter(formats.values()))]
-        again = (
-            None if record.block else folder.layout.leaf(record.name, GLOBAL_SCALE)
-        )  # engines quantize with the largest
+        again = None if record.block else folder.layout.leaf(record.name, GLOBAL_SCALE)  # engines quantize with the largest
         for leaf in folder.layout.scalars_of(record.name):
             stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
             bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
             if len(set(bits.values())) > 1 and leaf == again:
-                yield warning("E6", ", ".join(bits), f"{record.name} {leaf} differs in a fused group: engines quantize members "
-                              "again with the largest", "export with one scale for the group")  # fmt: skip
+                yield warning(
+                    "E6",
+                    ", ".join(bits),
+                    f"{record.name} {leaf} differs in a fused group: engines quantize members again with the largest",
+                    "export with one scale for the group",
+                )
             elif len(set(bits.values())) > 1:
-                yield error("E6", ", ".join(bits), f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
-                            "largest and serves the others wrong", _AGAIN)  # fmt: skip
+                yield error(
+                    "E6",
+                    ", ".join(bits),
+                    f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
+                    "largest and serves the others wrong",
+                    _AGAIN,
+                )
     yield from _w2(folder)
 
 
@@ -220,9 +219,7 @@ def w2_absorbed(folder: Folder) -> Iterator[Finding]:
     for module in folder.packed:
         reason = folder.family.weights_alone.get(module.rpartition(".")[2])
         if reason and folder.record_of(module).quantizes_inputs:
-            yield warning(
-                "W2", module, f"its inputs are quantized, but {reason}", "give it W4A16_NVFP4, or leave it BF16"
-            )
+            yield warning("W2", module, f"its inputs are quantized, but {reason}", "give it W4A16_NVFP4, or leave it BF16")
 
 
 def _w2(folder: Folder) -> Iterator[Finding]:

@@ -111,9 +111,7 @@ def _evaluate(
 class _Pass:
     """One sample of every item of a task: items and samples by filter, in lm-eval's order."""
 
-    def __init__(
-        self, ready: ReadyTask, number: int, asking: Asking, samples: list[dict[str, Any]], suite: Suite
-    ) -> None:
+    def __init__(self, ready: ReadyTask, number: int, asking: Asking, samples: list[dict[str, Any]], suite: Suite) -> None:
         self.raw, self.metric = samples, _primary_metric(ready.name, ready.task, samples[0])
         self.rows: dict[str, list[Sample]] = {}
         generated = ready.task.OUTPUT_TYPE == "generate_until"
@@ -130,20 +128,29 @@ class _Pass:
             self.facts["samples_per_item"] = ready.repeats
 
 
-def _row(
-    name: str, sample: dict[str, Any], metric: str, answer: Answer | None, number: int, seed: int, prompt: Any
-) -> Sample:
+def _row(name: str, sample: dict[str, Any], metric: str, answer: Answer | None, number: int, seed: int, prompt: Any) -> Sample:
     response = sample["filtered_resps"][0]
     return Sample(
-        task=name, filter=sample["filter"], doc_hash=sample["doc_hash"], prompt_hash=sample["prompt_hash"],
-        target_hash=sample["target_hash"], cluster=str(sample["doc"].get("cluster") or sample["doc_hash"]),
-        repeat=number, seed=seed, score=float(sample[metric]), metric=metric,
-        tokens=answer.tokens if answer else None, thinking_tokens=answer.thinking_tokens if answer else None,
-        finish=answer.finish if answer else "", loops=bool(answer and answer.loops),
+        task=name,
+        filter=sample["filter"],
+        doc_hash=sample["doc_hash"],
+        prompt_hash=sample["prompt_hash"],
+        target_hash=sample["target_hash"],
+        cluster=str(sample["doc"].get("cluster") or sample["doc_hash"]),
+        repeat=number,
+        seed=seed,
+        score=float(sample[metric]),
+        metric=metric,
+        tokens=answer.tokens if answer else None,
+        thinking_tokens=answer.thinking_tokens if answer else None,
+        finish=answer.finish if answer else "",
+        loops=bool(answer and answer.loops),
         empty=bool(answer) and not str(sample["resps"][0][0]).strip(),
-        prompt=str(getattr(prompt, "prompt", prompt)), target=str(sample["target"]),
-        text=answer.text if answer else _choice(sample), scored=str(response) if answer else "",
-    )  # fmt: skip
+        prompt=str(getattr(prompt, "prompt", prompt)),
+        target=str(sample["target"]),
+        text=answer.text if answer else _choice(sample),
+        scored=str(response) if answer else "",
+    )
 
 
 def _choice(sample: dict[str, Any]) -> str:

@@ -84,9 +84,14 @@ class ServerChoice:
     def open(self, folder: Path, suite: Suite) -> tuple[Any, Engine]:
         """lm-eval's back-end and the record's engine. Raises QadError."""
         return open_server(
-            self.url, str(folder), chat=suite.chat_template, think_end=suite.think_end, max_length=self.max_length,
-            concurrency=self.concurrency, model=self.model,
-        )  # fmt: skip
+            self.url,
+            str(folder),
+            chat=suite.chat_template,
+            think_end=suite.think_end,
+            max_length=self.max_length,
+            concurrency=self.concurrency,
+            model=self.model,
+        )
 
 
 def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path) -> AccuracyData:
@@ -103,12 +108,7 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
 
         try:
             measured = measure_suite(
-                backend,
-                scoring.suite,
-                scoring.places,
-                seed=scoring.settings["seed"],
-                journal=journal,
-                progress=progress,
+                backend, scoring.suite, scoring.places, seed=scoring.settings["seed"], journal=journal, progress=progress
             )
         finally:
             journal.close()
@@ -116,9 +116,7 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
     try:
         write_samples(measured.samples, path)
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}: make room and run the same command"
-        ) from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}: make room and run the same command") from error
     return dataclasses.replace(measured.data, samples=path.name)
 
 

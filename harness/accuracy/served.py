@@ -37,9 +37,15 @@ _BROKEN = {ERROR, "abort", "aborted", "cancelled", "timeout", "content_filter", 
 
 
 def open_server(
-    url: str, tokenizer: str, *, chat: bool, think_end: str | None, max_length: int | None = None, concurrency: int = 16,
+    url: str,
+    tokenizer: str,
+    *,
+    chat: bool,
+    think_end: str | None,
+    max_length: int | None = None,
+    concurrency: int = 16,
     model: str | None = None,
-) -> tuple[Any, Engine]:  # fmt: skip
+) -> tuple[Any, Engine]:
     """A back-end for `harness.accuracy.scores.measure_suite`, and the record's engine.
 
     url: http://host:port, with or without /v1. tokenizer: the model's folder. chat: conversations instead of prompts. model: the
@@ -56,10 +62,17 @@ def open_server(
     kind = _ChatServer if chat else _Server
     path = "chat/completions" if chat else "completions"
     backend = kind(
-        base_url=f"{root}/v1/{path}", model=found["id"], tokenizer=tokenizer, tokenizer_backend="huggingface",
-        max_length=length + 1, num_concurrent=max(2, concurrency), max_retries=1, batch_size=1, timeout=3600,
+        base_url=f"{root}/v1/{path}",
+        model=found["id"],
+        tokenizer=tokenizer,
+        tokenizer_backend="huggingface",
+        max_length=length + 1,
+        num_concurrent=max(2, concurrency),
+        max_retries=1,
+        batch_size=1,
+        timeout=3600,
         **({"tokenized_requests": False} if chat else {}),
-    )  # fmt: skip
+    )
     backend.think_end = think_end
     return backend, _engine(found, path)
 
@@ -178,18 +191,12 @@ class _Server(_Telling, LocalCompletionsAPI):
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
         return self._tell(outputs, lambda choice: (_words(choice, "text"), False))
 
-    def parse_logprobs(
-        self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **_: Any
-    ) -> list[tuple[float, bool]]:
+    def parse_logprobs(self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **_: Any) -> list[tuple[float, bool]]:
         """Raises ValueError where not every token that was sent has a log-probability, and one was generated."""
         for choice, sent in zip(outputs["choices"], tokens, strict=True):
             told, top = choice["logprobs"]["token_logprobs"][1:], choice["logprobs"]["top_logprobs"][1:]
             values = [*told, *(value for named in top for value in named.values())]
-            if (
-                len(told) != len(sent)
-                or len(top) != len(sent)
-                or not all(is_number(v) and v < _ABOVE_ZERO for v in values)
-            ):
+            if len(told) != len(sent) or len(top) != len(sent) or not all(is_number(v) and v < _ABOVE_ZERO for v in values):
                 raise ValueError(f"{len(told) + 1} log-probabilities of {len(sent)} + 1 tokens, or some that are none")
         found: list[tuple[float, bool]] = super().parse_logprobs(outputs=outputs, tokens=tokens, ctxlens=ctxlens)
         return found
@@ -201,10 +208,7 @@ class _ChatServer(_Telling, LocalChatCompletion):
             message = choice.get("message")
             if not isinstance(message, dict):
                 raise ValueError(f"a reply whose message is {clean(message, 40)}")
-            thought, said = (
-                _words(message, "reasoning_content") or _words(message, "reasoning"),
-                _words(message, "content"),
-            )
+            thought, said = (_words(message, "reasoning_content") or _words(message, "reasoning"), _words(message, "content"))
             if not thought or not self.think_end:
                 return said, False
             # A server that takes the thinking apart: put together again. With nothing behind it, it was not over.

@@ -100,16 +100,12 @@ class Suite(Strict):
         return self.model_copy(update={"tasks": tasks})
 
 
-def of_tasks(
-    tasks: list[str], limit: int | None = None, n_shot: int | None = None, think_end: str | None = None
-) -> Suite:
+def of_tasks(tasks: list[str], limit: int | None = None, n_shot: int | None = None, think_end: str | None = None) -> Suite:
     """A suite of tasks under their own settings. Raises DataError for none, or one that is named twice."""
     if not tasks:
         raise DataError("no tasks given: name some, such as qad_facts, or a suite")
     try:
-        return Suite(
-            name="tasks", tasks=[SuiteTask(task=t, limit=limit, n_shot=n_shot) for t in tasks], think_end=think_end
-        )
+        return Suite(name="tasks", tasks=[SuiteTask(task=t, limit=limit, n_shot=n_shot) for t in tasks], think_end=think_end)
     except pydantic.ValidationError as error:
         raise DataError(f"tasks {', '.join(tasks)}: {first_fault(error, 'the list')}") from error
 
@@ -124,7 +120,5 @@ def load_suite(name: str) -> tuple[Suite, Path]:
 
     Raises UsageError, in one line, for anything else.
     """
-    suite, path = read_shipped(
-        Suite, name, SHIPPED, "suite", "suites", "; its keys are described in harness/accuracy/suite.py"
-    )
+    suite, path = read_shipped(Suite, name, SHIPPED, "suite", "suites", "; its keys are described in harness/accuracy/suite.py")
     return suite, path.parent / "tasks"

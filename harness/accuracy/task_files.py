@@ -216,9 +216,7 @@ def _require_no_votes(name: str, task: Any) -> None:
     """A vote over samples is not their mean, and scoring them one by one would make it one under the vote's name."""
     for chain in task.get_config("filter_list") or []:
         if any(step.get("function") in _VOTES for step in chain["filter"]):
-            raise DataError(
-                f"filter {chain['name']} of task {name} votes over samples, which are scored one by one: remove it"
-            )
+            raise DataError(f"filter {chain['name']} of task {name} votes over samples, which are scored one by one: remove it")
 
 
 def _require_items(entry: SuiteTask, loaded: dict[str, Any]) -> None:

@@ -126,9 +126,7 @@ def task_scores(arms: Mapping[str, Record], key: TaskKey) -> dict[str, TaskScore
         assert isinstance(record.data, AccuracyData)
         matching = [score for score in record.data.tasks if _key(score) == key]
         if len(matching) > 1:
-            raise DataError(
-                f"{key[0]} (filter {key[1]}, {key[2]}) appears {len(matching)} times in the record of {arm}"
-            )
+            raise DataError(f"{key[0]} (filter {key[1]}, {key[2]}) appears {len(matching)} times in the record of {arm}")
         if matching and matching[0].items:
             found[arm] = matching[0]
     return found
@@ -151,9 +149,7 @@ def paired(task: str, scores: Mapping[str, TaskScore]) -> tuple[dict[str, Floats
     Raises DataError as `item_order` does.
     """
     order = item_order(task, scores)
-    values = {
-        arm: np.array([score.items[i].score for i in order[arm]], dtype=np.float64) for arm, score in scores.items()
-    }
+    values = {arm: np.array([score.items[i].score for i in order[arm]], dtype=np.float64) for arm, score in scores.items()}
     return values, cluster_index([item.cluster for item in next(iter(scores.values())).items] if scores else [])
 
 

@@ -38,9 +38,7 @@ def contrasts(benchmarks: Sequence[PairedScores], arms: Sequence[str], margin: f
 def _pair(benchmarks: Sequence[PairedScores], arm: str, against: str, margin: float) -> list[Contrast]:
     both = {arm, against}
     rows = [s for s in benchmarks if both <= (s.row.score if s.row.imported else s.values).keys()]
-    found = [
-        (_printed(s.row, arm, against, margin) if s.row.imported else _measured(s, arm, against, margin)) for s in rows
-    ]
+    found = [(_printed(s.row, arm, against, margin) if s.row.imported else _measured(s, arm, against, margin)) for s in rows]
     adjusted = holm([c.p if s.row.headline else None for c, s in zip(found, rows, strict=True)])
     return [dataclasses.replace(c, p_holm=p) for c, p in zip(found, adjusted, strict=True)]
 
@@ -87,6 +85,16 @@ def _printed(row: BenchmarkRow, arm: str, against: str, margin: float) -> Contra
         half = float(np.hypot((a.high - a.low) / 2, (b.high - b.low) / 2))
         interval = Interval(value - half, value + half, row.clusters, "both scores' errors, unpaired")
     return Contrast(
-        benchmark=row.label, arm=arm, against=against, difference=estimate(value, interval, row.n), worse=0,
-        better=0, p=None, p_holm=None, test=NOT_TESTED, margin=margin, verdict="undecided", items_needed=None,
-    )  # fmt: skip
+        benchmark=row.label,
+        arm=arm,
+        against=against,
+        difference=estimate(value, interval, row.n),
+        worse=0,
+        better=0,
+        p=None,
+        p_holm=None,
+        test=NOT_TESTED,
+        margin=margin,
+        verdict="undecided",
+        items_needed=None,
+    )

@@ -134,9 +134,7 @@ def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
     return {
         "equal_tokens": estimate(float(equal.mean()), mean_interval(equal, cluster), n),
         "diverged": estimate(float(diverged.mean()), mean_interval(diverged, cluster), n),
-        "written_ratio": _exp(
-            estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)
-        ),
+        "written_ratio": _exp(estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)),
     }
 
 
@@ -165,9 +163,7 @@ def _gap_closed(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Esti
     ptq, qad = sums["ptq"], sums["qad"]
     gap = ratio_of_sums(ptq.nll - ptq.nll_teacher, ptq.tokens, cluster, log=False)
     if gap.low is None or not gap.low > 0:
-        notes.append(
-            f"perplexity gap closed is n/a: the interval of the gap between ptq and {BASELINE} does not lie above 0"
-        )
+        notes.append(f"perplexity gap closed is n/a: the interval of the gap between ptq and {BASELINE} does not lie above 0")
         return None
     total = ptq.tokens.sum()
 

@@ -46,9 +46,14 @@ def _row(task: str, scores: Mapping[str, TaskScore]) -> OutputRow:
         return {arm: _share(_outputs(scores[arm]), of, order[arm], cluster) for arm in scores}
 
     return OutputRow(
-        benchmark=task, tokens=tokens, length_ratio=ratio, truncated=shares("truncated"), loops=shares("loops"),
-        empty=shares("empty"), tokens_per_correct=per_correct,
-    )  # fmt: skip
+        benchmark=task,
+        tokens=tokens,
+        length_ratio=ratio,
+        truncated=shares("truncated"),
+        loops=shares("loops"),
+        empty=shares("empty"),
+        tokens_per_correct=per_correct,
+    )
 
 
 def _outputs(score: TaskScore) -> Outputs:
@@ -64,9 +69,7 @@ def _tokens(score: TaskScore, order: Sequence[int]) -> tuple[Floats, np.ndarray]
     return np.array([float(count or 0) for count, _ in counted]), kept
 
 
-def _length_ratio(
-    scores: Mapping[str, TaskScore], order: Mapping[str, list[int]], arm: str, cluster: Ints
-) -> Estimate | None:
+def _length_ratio(scores: Mapping[str, TaskScore], order: Mapping[str, list[int]], arm: str, cluster: Ints) -> Estimate | None:
     if BASELINE not in scores:
         return None
     (top, ours), (bottom, theirs) = (_tokens(scores[name], order[name]) for name in (arm, BASELINE))

@@ -43,8 +43,9 @@ def answered(task: str, scores: Mapping[str, TaskScore]) -> Answered:
     return Answered(
         {arm: _only(scores[arm], [at[number] for at in good]) for number, arm in enumerate(kept)},
         {arm: _only(scores[arm], [i for i in order[arm] if i not in lost[arm]]) for arm in refused},
-        refused, failed,
-    )  # fmt: skip
+        refused,
+        failed,
+    )
 
 
 def failed_requests(arms: Mapping[str, Record]) -> dict[str, tuple[int, int]]:

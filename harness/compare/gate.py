@@ -76,9 +76,7 @@ def at_confidence(comparison: Comparison, confidence: float) -> Comparison:
             return dataclasses.replace(found, **{f.name: at(getattr(found, f.name)) for f in dataclasses.fields(found)})
         return found
 
-    return dataclasses.replace(
-        comparison, **{f.name: at(getattr(comparison, f.name)) for f in dataclasses.fields(comparison)}
-    )
+    return dataclasses.replace(comparison, **{f.name: at(getattr(comparison, f.name)) for f in dataclasses.fields(comparison)})
 
 
 def _decisive(checks: list[Check], outcome: str) -> Check:
@@ -170,18 +168,14 @@ def _undecided(check: Check, doubts: list[str]) -> Check:
 def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     """Of every benchmark: the lowest limit has to hold, so the lowest upper limit is what fails."""
     rows = [row for row in comparison.benchmarks if row.recovery]
-    unscored = [
-        row.label for row in rows if arm not in row.recovery or arm not in row.score or BASELINE not in row.score
-    ]
+    unscored = [row.label for row in rows if arm not in row.recovery or arm not in row.score or BASELINE not in row.score]
     found = [(row, recovery) for row in rows if (recovery := row.recovery.get(arm)) is not None]
     if not found:
         check = _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)
         if doubts := _doubts(rows, arm):
             return _undecided(check, doubts)
         return dataclasses.replace(check, why=_unfit(comparison, arm) or check.why)
-    checks = [
-        _check("worst_benchmark", f"recovery on {row.label}", threshold, recovery, _percent) for row, recovery in found
-    ]
+    checks = [_check("worst_benchmark", f"recovery on {row.label}", threshold, recovery, _percent) for row, recovery in found]
     for outcome in (FAIL, INCONCLUSIVE):
         bad = [(check, row) for check, (row, _) in zip(checks, found, strict=True) if check.outcome == outcome]
         if bad:
@@ -216,9 +210,14 @@ def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     if found is not None and arm in comparison.emulated:
         check = _check("speed_up", name, threshold, found, _times)
         return Check(
-            check.threshold, check.rule, INCONCLUSIVE, check.value, check.low, check.high,
+            check.threshold,
+            check.rule,
+            INCONCLUSIVE,
+            check.value,
+            check.low,
+            check.high,
             f"{name} was measured without FP4 arithmetic, which tells nothing of hardware that has it",
-        )  # fmt: skip
+        )
     return _check("speed_up", name, threshold, found, _times)
 
 
@@ -315,8 +314,7 @@ def _with_interval(estimate: Estimate, form: Form, limit: float | None = None) -
     if estimate.low == estimate.high:
         return value
     low, high = (
-        form(end, limit).removesuffix(" %").removesuffix(" nats").removesuffix(" times")
-        for end in (estimate.low, estimate.high)
+        form(end, limit).removesuffix(" %").removesuffix(" nats").removesuffix(" times") for end in (estimate.low, estimate.high)
     )
     return f"{value} ({low}-{high})" if estimate.low >= 0 else f"{value} ({low} to {high})"
 
@@ -349,9 +347,7 @@ class _Number:
 
 _OF_ONE = {
     "kl": _Number("KL divergence to BF16", _nats, lambda c, arm: row.kl if (row := c.fidelity.get(arm)) else None),
-    "top1": _Number(
-        "top-1 agreement with BF16", _percent, lambda c, arm: row.top1 if (row := c.fidelity.get(arm)) else None
-    ),
+    "top1": _Number("top-1 agreement with BF16", _percent, lambda c, arm: row.top1 if (row := c.fidelity.get(arm)) else None),
     "memory_ratio": _Number("size on disk relative to BF16", _percent, lambda c, arm: c.memory_ratio.get(arm)),
     "failure_share": _Number("share of failed requests", _percent, lambda c, arm: c.failure_share.get(arm)),
 }

@@ -67,8 +67,11 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
     first = next(iter(scores.values()))
     usable = {arm: score for arm, score in scores.items() if math.isfinite(score.value)}
     notes += [f"{first.task} (imported): the score of {arm} is not a number" for arm in scores if arm not in usable]
-    notes += [f"{first.task} (imported): the standard error of {arm} is printed as 0, which is taken as not printed"
-              for arm, score in scores.items() if score.stderr == 0]  # fmt: skip
+    notes += [
+        f"{first.task} (imported): the standard error of {arm} is printed as 0, which is taken as not printed"
+        for arm, score in scores.items()
+        if score.stderr == 0
+    ]
     recovery: dict[str, Estimate | None] = {}
     above: dict[str, Estimate | None] = {}
     deviations: dict[str, Floats | None] = {}
@@ -86,9 +89,7 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
             notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores {bottom.value:.3g}")
             continue
         if first.higher_is_better and _at_chance(bottom):
-            notes.append(
-                f"{first.task} (imported): recovery of {arm} is not scored, {BASELINE} is not clearly above chance"
-            )
+            notes.append(f"{first.task} (imported): recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
             continue
         recovery[arm] = _recovery(top, bottom, 0.0)
         if first.chance is not None and first.higher_is_better:
@@ -99,12 +100,23 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
             notes.append(f"{first.task} (imported): recovery of {arm}, {why}")
     settings = first.settings
     row = BenchmarkRow(
-        task=first.task, metric=first.metric, filter=first.filter,
-        n_shot=settings.get("n_shot"), higher_is_better=first.higher_is_better,
-        chance=None if first.chance is None else first.chance / first.maximum, n=first.items or 0,
-        clusters=first.items or 0, score={arm: _score(score) for arm, score in usable.items()}, recovery=recovery,
-        recovery_above_chance=above, flips={}, limit=settings.get("limit"), headline=headline, imported=True, doubt=doubt,
-    )  # fmt: skip
+        task=first.task,
+        metric=first.metric,
+        filter=first.filter,
+        n_shot=settings.get("n_shot"),
+        higher_is_better=first.higher_is_better,
+        chance=None if first.chance is None else first.chance / first.maximum,
+        n=first.items or 0,
+        clusters=first.items or 0,
+        score={arm: _score(score) for arm, score in usable.items()},
+        recovery=recovery,
+        recovery_above_chance=above,
+        flips={},
+        limit=settings.get("limit"),
+        headline=headline,
+        imported=True,
+        doubt=doubt,
+    )
     return PairedScores(row, {}, NO_ITEMS, deviations)
 
 
@@ -137,9 +149,7 @@ def _recovery(top: PublishedScore, bottom: PublishedScore, chance: float) -> Est
     return Estimate(value, value - half, value + half, n, n, f"unpaired, {_method(top)}", "imported")
 
 
-def _deviations(
-    top: PublishedScore, bottom: PublishedScore, higher_is_better: bool, stream: int, arm: int
-) -> Floats | None:
+def _deviations(top: PublishedScore, bottom: PublishedScore, higher_is_better: bool, stream: int, arm: int) -> Floats | None:
     """Drawn ratio minus the printed one [RESAMPLES]. Every arm of a benchmark shares the draws of bf16."""
     errors = standard_error(top), standard_error(bottom)
     if errors[0] is None or errors[1] is None:

@@ -33,15 +33,7 @@ from harness.compare.speed import compare_throughput, emulated, failure_shares
 from harness.compare.training_seeds import compare_seeds, merge_seeds, seeds_of
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import MemoryData, Record, TaskScore, arm_order
-from harness.statistics.intervals import (
-    Floats,
-    Interval,
-    Ints,
-    cluster_count,
-    estimate,
-    mean_interval,
-    paired_ratio_interval,
-)
+from harness.statistics.intervals import Floats, Interval, Ints, cluster_count, estimate, mean_interval, paired_ratio_interval
 from harness.statistics.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from qad.untrusted import mapping, names
 
@@ -122,9 +114,7 @@ def _benchmarks(arms: dict[str, Record], notes: list[str]) -> list[PairedScores]
     return found
 
 
-def _benchmark(
-    key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]
-) -> PairedScores:
+def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, stream: int, notes: list[str]) -> PairedScores:
     task, filter_name, metric = key
     label, first = f"{task} (filter {filter_name})", next(iter(scores.values()))
     found = answered(task, scores)
@@ -167,11 +157,23 @@ def _benchmark(
         if first.chance is not None and first.higher_is_better:
             above[arm] = _recovery(top, bottom, cluster, first.chance)
     row = BenchmarkRow(
-        task=task, metric=metric, filter=filter_name, n_shot=first.n_shot, higher_is_better=first.higher_is_better,
-        chance=first.chance, n=len(cluster), clusters=cluster_count(cluster), failed=found.failed, doubt=doubt,
+        task=task,
+        metric=metric,
+        filter=filter_name,
+        n_shot=first.n_shot,
+        higher_is_better=first.higher_is_better,
+        chance=first.chance,
+        n=len(cluster),
+        clusters=cluster_count(cluster),
+        failed=found.failed,
+        doubt=doubt,
         score={arm: _score(v, cluster) for arm, v in usable.items()} | _alone(task, found.alone),
-        recovery=recovery, recovery_above_chance=above, flips=flips, limit=first.limit, headline=headline,
-    )  # fmt: skip
+        recovery=recovery,
+        recovery_above_chance=above,
+        flips=flips,
+        limit=first.limit,
+        headline=headline,
+    )
     return PairedScores(row, usable, cluster, deviations)
 
 
@@ -212,9 +214,7 @@ def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> E
     asked = [b for b in benchmarks if b.row.headline and arm in b.row.recovery]
     counted = [(b, recovery) for b in asked if (recovery := b.row.recovery[arm])]
     if len(counted) < len(asked):
-        notes.append(
-            f"median recovery of {arm}: {len(asked) - len(counted)} of {len(asked)} benchmarks are n/a, left out"
-        )
+        notes.append(f"median recovery of {arm}: {len(asked) - len(counted)} of {len(asked)} benchmarks are n/a, left out")
     if not counted:
         return None
     values = [recovery.value for _, recovery in counted]

@@ -39,8 +39,10 @@ def compare_serving(arms: dict[str, Record], notes: list[str]) -> Ratios:
 def _unshared(arm: str, base: list[str], own: list[str]) -> list[str]:
     """What only one of the two was asked for: no ratio crosses loads or lengths."""
     if base and own:
-        return [f"serving speed of {arm}: refused between other loads or lengths, {BASELINE} was asked {'; '.join(base)}, {arm} "
-                f"{'; '.join(own)}"]  # fmt: skip
+        return [
+            f"serving speed of {arm}: refused between other loads or lengths, {BASELINE} was asked {'; '.join(base)}, {arm} "
+            f"{'; '.join(own)}"
+        ]
     return [f"serving: {name} was measured in only one of {BASELINE} and {arm}" for name in base or own]
 
 

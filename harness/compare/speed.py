@@ -113,9 +113,7 @@ def beside_baseline(
 
 def differing_settings(base: Record, other: Record) -> list[str]:
     """Names of the settings in which two records differ, sorted."""
-    return sorted(
-        key for key in {**base.settings, **other.settings} if base.settings.get(key) != other.settings.get(key)
-    )
+    return sorted(key for key in {**base.settings, **other.settings} if base.settings.get(key) != other.settings.get(key))
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:

@@ -66,9 +66,7 @@ def _require_seeds(arm: str, mine: list[Record], trained: dict[str, Training]) -
             )
     seeds = [training.seed for training in trained.values()]
     if len(set(seeds)) < len(seeds):
-        raise DataError(
-            f"arm {arm} has several weights of one seed ({', '.join(map(str, sorted(seeds)))}): give one of each"
-        )
+        raise DataError(f"arm {arm} has several weights of one seed ({', '.join(map(str, sorted(seeds)))}): give one of each")
     for kind in _COMPARED:
         have = {r.checkpoint for r in mine if r.kind == kind}
         lacking = [str(training.seed) for weights, training in trained.items() if have and weights not in have]
@@ -103,9 +101,7 @@ def compare_seeds(
 
 def _values(comparison: Comparison, arm: str) -> dict[str, float]:
     """What one seed shows by itself."""
-    found = {
-        f"recovery on {row.label}": recovery for row in comparison.benchmarks if (recovery := row.recovery.get(arm))
-    }
+    found = {f"recovery on {row.label}": recovery for row in comparison.benchmarks if (recovery := row.recovery.get(arm))}
     if arm in comparison.median_recovery:
         found = {"median recovery": comparison.median_recovery[arm], **found}
     if arm in comparison.fidelity:
@@ -189,9 +185,7 @@ def _row(rows: list[BenchmarkRow]) -> BenchmarkRow:
     """flips are those of all seeds together."""
     arms = rows[0].flips
     flips = {
-        arm: arms[arm]
-        if all(row.flips.get(arm) == arms[arm] for row in rows)
-        else _sum([row.flips[arm] for row in rows])
+        arm: arms[arm] if all(row.flips.get(arm) == arms[arm] for row in rows) else _sum([row.flips[arm] for row in rows])
         for arm in arms
     }
     return dataclasses.replace(
@@ -226,8 +220,17 @@ def _contrast(found: list[Contrast]) -> Contrast:
         error = math.hypot(within, float(np.std(values, ddof=1)) / math.sqrt(len(values)))
         p = 2 * float(stdtr(len(values) - 1, -abs(difference.value) / error)) if error > 0 else 1.0
     worse, better = _sum([(one.worse, one.better) for one in found])
-    return dataclasses.replace(first, difference=difference, worse=worse, better=better, p=p, p_holm=None,
-                               test=f"t over {len(found)} training seeds", verdict=verdict, items_needed=None)  # fmt: skip
+    return dataclasses.replace(
+        first,
+        difference=difference,
+        worse=worse,
+        better=better,
+        p=p,
+        p_holm=None,
+        test=f"t over {len(found)} training seeds",
+        verdict=verdict,
+        items_needed=None,
+    )
 
 
 def _adjusted(contrasts: list[Contrast], benchmarks: list[BenchmarkRow]) -> list[Contrast]:
@@ -291,10 +294,7 @@ def _joined(a: Record, b: Record) -> Record:
     assert isinstance(b.data, AccuracyData)
     tasks = [_task(x, y) for x, y in zip(a.data.tasks, b.data.tasks, strict=True)]
     return dataclasses.replace(
-        a,
-        settings={**a.settings, "seed": [*_seeds(a), *_seeds(b)]},
-        seconds=a.seconds + b.seconds,
-        data=AccuracyData(tasks),
+        a, settings={**a.settings, "seed": [*_seeds(a), *_seeds(b)]}, seconds=a.seconds + b.seconds, data=AccuracyData(tasks)
     )
 
 

@@ -40,11 +40,7 @@ def served(engine: str, python: str | None = None) -> Availability:
         return Availability(engine, True, True, text)
     if ENGINES[engine].plugin is None:
         return Availability(engine, False, False, f"not here: {where} sees no NVIDIA GPU, which it needs")
-    nvfp4 = (
-        "NVFP4 emulated by our plugin"
-        if found.cpu_plugin
-        else "NVFP4 not: our plugin is missing, `make vllm-env` adds it"
-    )
+    nvfp4 = "NVFP4 emulated by our plugin" if found.cpu_plugin else "NVFP4 not: our plugin is missing, `make vllm-env` adds it"
     return Availability(engine, True, False, f"{where}: serves on the CPU; {nvfp4}")
 
 
@@ -67,12 +63,8 @@ def _transformers() -> Availability:
 
 def _guidellm() -> Availability:
     if importlib.util.find_spec("guidellm") is None:
-        return Availability(
-            "guidellm", False, False, "not here: pip install guidellm, to measure the speed of a server"
-        )
-    return Availability(
-        "guidellm", True, False, f"{importlib.metadata.version('guidellm')}: drives requests to a server"
-    )
+        return Availability("guidellm", False, False, "not here: pip install guidellm, to measure the speed of a server")
+    return Availability("guidellm", True, False, f"{importlib.metadata.version('guidellm')}: drives requests to a server")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,7 @@ def engine_python(engine: str, given: str | None = None) -> Path:
 
 def _executable(path: Path, where: str) -> Path:
     if not path.is_file() or not os.access(path, os.X_OK):
-        raise UsageError(
-            f"{where} names {path}, which is no executable file: give the python of the engine's environment"
-        )
+        raise UsageError(f"{where} names {path}, which is no executable file: give the python of the engine's environment")
     return path.absolute()
 
 

@@ -22,16 +22,18 @@ class ServerProcess:
     """A command and what it starts, with exactly `environment`. log: its standard output and error, as it comes. grace_s: from
     SIGTERM to SIGKILL when it is stopped."""
 
-    def __init__(
-        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = GRACE_S
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = GRACE_S) -> None:
         self.log, self.grace_s = log, grace_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", str(SUPERVISOR), str(grace_s), *command],
-                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:

@@ -105,9 +105,7 @@ def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bo
         if code is not None:
             if retry and re.search("address already in use", process.tail(), re.IGNORECASE):
                 return False
-            raise EngineError(
-                f"the server ended with code {code} before it was ready; its last lines:\n{process.tail()}"
-            )
+            raise EngineError(f"the server ended with code {code} before it was ready; its last lines:\n{process.tail()}")
         if _answers(f"http://{HOST}:{port}/health") and process.exit_code is None:
             return True
         time.sleep(0.2)

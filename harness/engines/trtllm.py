@@ -20,9 +20,7 @@ NAME = "trtllm"
 GIB = 2**30
 
 
-def command(
-    python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]
-) -> list[str]:
+def command(python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]) -> list[str]:
     """The command line of `trtllm-serve`, which lies beside the environment's python.
 
     It takes the model's own dtype: raises UsageError for any other than auto and bfloat16.
@@ -31,16 +29,28 @@ def command(
         raise UsageError(f"trtllm-serve computes in the model's own dtype, not in {dtype}: give --dtype auto")
     limit = [] if max_model_len is None else ["--max_seq_len", str(max_model_len)]
     return [
-        str(beside(python, "trtllm-serve")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), *limit, *options,
-    ]  # fmt: skip
+        str(beside(python, "trtllm-serve")),
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *limit,
+        *options,
+    ]
 
 
 def environment(python: Path) -> dict[str, str]:
     """No network, a log with the sizes in it."""
     return {
-        "HF_HUB_OFFLINE": "1", "TLLM_LOG_LEVEL": "INFO", "TRTLLM_NO_USAGE_STATS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TLLM_LOG_LEVEL": "INFO",
+        "TRTLLM_NO_USAGE_STATS": "1",
+        "NO_COLOR": "1",
+        "PYTHONUNBUFFERED": "1",
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }  # fmt: skip
+    }
 
 
 def describe(log: str, version: str | None, folder: Path) -> Engine:
@@ -95,9 +105,7 @@ def beside(python: Path, name: str) -> Path:
     """A command of the environment that `python` is in. Raises UsageError where it has none of that name."""
     path = python.with_name(name)
     if not path.is_file():
-        raise UsageError(
-            f"{path} is not there: give the python of TensorRT-LLM's environment, which has {name} beside it"
-        )
+        raise UsageError(f"{path} is not there: give the python of TensorRT-LLM's environment, which has {name} beside it")
     return path
 
 

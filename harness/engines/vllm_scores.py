@@ -54,18 +54,31 @@ class Scores:
 
 
 def job(
-    folder: Path, out: Path, prompts: list[list[int]], *, new_tokens: int, dtype: str = "float32", eager: bool = True,
-    layers: dict[str, Tensor] | None = None, overrides: dict[str, Any] | None = None,
-) -> Job:  # fmt: skip
+    folder: Path,
+    out: Path,
+    prompts: list[list[int]],
+    *,
+    new_tokens: int,
+    dtype: str = "float32",
+    eager: bool = True,
+    layers: dict[str, Tensor] | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> Job:
     """A question about `folder`. `layers`: inputs [t, K] by the checkpoint's name of a Linear. Files go beside `out`."""
     inputs = None
     if layers:
         inputs = out.with_suffix(".inputs.safetensors")
         save_file({name: x.contiguous() for name, x in layers.items()}, inputs)
     return Job(
-        folder=str(folder.absolute()), prompts=prompts, new_tokens=new_tokens, dtype=dtype, eager=eager,
-        layers=None if inputs is None else str(inputs), overrides=overrides or {}, out=str(out),
-    )  # fmt: skip
+        folder=str(folder.absolute()),
+        prompts=prompts,
+        new_tokens=new_tokens,
+        dtype=dtype,
+        eager=eager,
+        layers=None if inputs is None else str(inputs),
+        overrides=overrides or {},
+        out=str(out),
+    )
 
 
 def ask(python: Path, jobs: list[Job], folder: Path) -> list[Scores]:
@@ -112,7 +125,11 @@ def _read(one: Job, log: str) -> Scores:
         return Scores(
             tokens=[file.get_tensor(TOKENS.format(i)) for i in count],
             log_probs=[file.get_tensor(LOGPROBS.format(i)) for i in count],
-            inputs=[named(INPUT.format(i, "")) for i in count], layers=named(LAYER.format("")),
-            version=facts["vllm"], torch=facts["torch"], device=facts["device"],
-            kernels=kernel_lines(log), log=log,
-        )  # fmt: skip
+            inputs=[named(INPUT.format(i, "")) for i in count],
+            layers=named(LAYER.format("")),
+            version=facts["vllm"],
+            torch=facts["torch"],
+            device=facts["device"],
+            kernels=kernel_lines(log),
+            log=log,
+        )

@@ -34,9 +34,7 @@ def measure_continuations(
     """
     chosen = [(cluster, ids[:prompt_tokens]) for cluster, ids in sequences if len(ids) > prompt_tokens]
     if not chosen:
-        raise DataError(
-            f"no sequence of the test text is longer than a prompt of {prompt_tokens} tokens: ask for a shorter one"
-        )
+        raise DataError(f"no sequence of the test text is longer than a prompt of {prompt_tokens} tokens: ask for a shorter one")
     found: dict[str, list[Continuation]] = {name: [] for name in students}
     for number, (cluster, prompt) in enumerate(chosen):
         greedy = _greedy(teacher, prompt, new_tokens)
@@ -46,9 +44,7 @@ def measure_continuations(
         nll_teacher = _nll(teacher, prompt, written)
         for name, student in students.items():
             own = _greedy(student, prompt, new_tokens)
-            equal = next(
-                (i for i, (a, b) in enumerate(zip(greedy, own, strict=False)) if a != b), min(len(greedy), len(own))
-            )
+            equal = next((i for i, (a, b) in enumerate(zip(greedy, own, strict=False)) if a != b), min(len(greedy), len(own)))
             diverged = equal < max(len(greedy), len(own))
             nll = _nll(student, prompt, written)
             found[name].append(Continuation(cluster, equal, diverged, len(written), nll_teacher, nll))

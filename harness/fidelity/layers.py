@@ -34,10 +34,7 @@ def measure_layers(
                 if [h.shape for h in ours] != [h.shape for h in theirs]:
                     raise DataError(f"{name} has other layers than its teacher: leave out the distance by layer")
                 error_L = torch.stack(
-                    [
-                        ((s.to(t.device).float() - t.float()) ** 2).sum().double().cpu()
-                        for s, t in zip(ours, theirs, strict=True)
-                    ]
+                    [((s.to(t.device).float() - t.float()) ** 2).sum().double().cpu() for s, t in zip(ours, theirs, strict=True)]
                 )
                 errors[name] = errors[name] + error_L if name in errors else error_L
             if progress:

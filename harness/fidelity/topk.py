@@ -86,19 +86,21 @@ def _ask(url: str, model: str, ids: list[int], k: int, vocabulary: int) -> list[
     """Of every token but the first: ids below `vocabulary` that the server names, the token itself among them, with their
     log-probabilities."""
     payload = {
-        "model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": k,
+        "model": model,
+        "prompt": ids,
+        "max_tokens": 1,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": k,
         "return_tokens_as_token_ids": True,
-    }  # fmt: skip
+    }
     address = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
     try:
         told = ask_json(address, payload, timeout_s=600, proxied=True)["choices"][0]["logprobs"]
         top = told["top_logprobs"][1 : len(ids)]
         own = list(zip(told["tokens"][1 : len(ids)], told["token_logprobs"][1 : len(ids)], strict=True))
         found = [
-            {
-                int(name.removeprefix("token_id:")): _log_probability(logp)
-                for name, logp in (entry | {token: value}).items()
-            }
+            {int(name.removeprefix("token_id:")): _log_probability(logp) for name, logp in (entry | {token: value}).items()}
             for entry, (token, value) in zip(top, own, strict=True)
         ]
         if [int(token.removeprefix("token_id:")) for token, _ in own] != ids[1:]:

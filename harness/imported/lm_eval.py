@@ -32,9 +32,7 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
     sampled: list[TaskScore] = []
     printed: list[PublishedScore] = []
     used, left_out = list(files), []
-    there = {
-        file.parent: {path.name for path in file.parent.iterdir()} for file in files
-    }  # a task may be no file's name
+    there = {file.parent: {path.name for path in file.parent.iterdir()} for file in files}  # a task may be no file's name
     for file, raw in results.items():
         for task in raw["results"]:
             children = names(mapping(raw.get("group_subtasks")).get(task))
@@ -42,9 +40,7 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
             if children and not absent:
                 continue
             if absent:
-                left_out.append(
-                    f"{task}: of its {len(children)} tasks {', '.join(absent[:3])} {_are(absent)} not in {file.name}"
-                )
+                left_out.append(f"{task}: of its {len(children)} tasks {', '.join(absent[:3])} {_are(absent)} not in {file.name}")
             samples = f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl"
             if samples in there[file.parent]:
                 sampled += _sampled(raw, task, file.with_name(samples))
@@ -64,10 +60,7 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
     datas = [AccuracyData(sampled)] * bool(sampled) + [ScoresData(source, printed)] * bool(printed)
     if not datas:
         raise DataError(f"{folder} holds no score that is a number: check the run's log")
-    return [
-        imported_record(arm, data, protocols[0], engine, used, "lm-eval results", source, model, left_out)
-        for data in datas
-    ]
+    return [imported_record(arm, data, protocols[0], engine, used, "lm-eval results", source, model, left_out) for data in datas]
 
 
 def _are(things: Sequence[str]) -> str:
@@ -124,11 +117,13 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
     try:
         rows = [row for _, row in json_lines(file, nan_is_null=True)]
         if rows and not all("filter" in row for row in rows):  # one row an item and filter, and nothing tells which
-            raise DataError(f"{file} is of an lm-eval that wrote no filter: score again with 0.4.7 or later, or remove it for "
-                            "the printed scores")  # fmt: skip
+            raise DataError(
+                f"{file} is of an lm-eval that wrote no filter: score again with 0.4.7 or later, or remove it for "
+                "the printed scores"
+            )
         metric = next(
             m for m in rows[0]["metrics"] if is_number(rows[0].get(m)) and f"{m},{rows[0]['filter']}" in raw["results"][task]
-        )  # fmt: skip
+        )
         filters = dict.fromkeys(row["filter"] for row in rows)
         facts, asked = _task_facts(raw, task), _items(raw, task)
         for name in filters:
@@ -140,14 +135,19 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
                 )
         return [
             TaskScore(
-                task=task, version=facts["version"], metric=metric, filter=name, n_shot=facts["n_shot"],
-                higher_is_better=_higher(raw, task, metric), limit=facts["limit"],
+                task=task,
+                version=facts["version"],
+                metric=metric,
+                filter=name,
+                n_shot=facts["n_shot"],
+                higher_is_better=_higher(raw, task, metric),
+                limit=facts["limit"],
                 chance=_chance(facts["output_type"], metric, [row for row in rows if row["filter"] == name]),
                 items=[_item(row, metric) for row in rows if row["filter"] == name],
                 protocol={"generation_kwargs": facts["generation_kwargs"]},
             )
             for name in filters
-        ]  # fmt: skip
+        ]
     except StopIteration as error:
         raise DataError(f"{file} has no score per item: arms cannot be paired on it") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, OSError) as error:
@@ -158,9 +158,7 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
 def _item(row: dict[str, Any], metric: str) -> Item:
     cluster = row["doc"].get("cluster") if isinstance(row["doc"], dict) else None
     doc, prompt, target = hashes = [row[name] for name in ("doc_hash", "prompt_hash", "target_hash")]
-    if (not is_number(row[metric]) and not isinstance(row[metric], bool)) or not all(
-        isinstance(text, str) for text in hashes
-    ):
+    if (not is_number(row[metric]) and not isinstance(row[metric], bool)) or not all(isinstance(text, str) for text in hashes):
         raise ValueError(f"{metric} of {str(row.get('doc_id'))[:40]} is {str(row[metric])[:40]!r}, or it has no hashes")
     return Item(doc, prompt, target, str(cluster or doc), float(row[metric]))
 
@@ -183,9 +181,16 @@ def _printed(raw: dict[str, Any], task: str) -> list[PublishedScore]:
         error = raw["results"][task].get(f"{metric}_stderr,{name}")
         higher = _higher(raw, task, metric)
         found[name] = PublishedScore(
-            task=task, metric=metric, value=float(value), maximum=100.0 if higher and value > 1 else 1.0,
-            higher_is_better=higher, chance=None, items=_items(raw, task) or None, repeats=None,
+            task=task,
+            metric=metric,
+            value=float(value),
+            maximum=100.0 if higher and value > 1 else 1.0,
+            higher_is_better=higher,
+            chance=None,
+            items=_items(raw, task) or None,
+            repeats=None,
             stderr=float(error) if is_number(error) and error >= 0 else None,
-            filter=name, settings=facts,
-        )  # fmt: skip
+            filter=name,
+            settings=facts,
+        )
     return list(found.values())

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.imported.loads import UNKNOWN, aiperf_load, bench_load, guidellm_load, whole
+from harness.imported.one_run import failed, request, run_of
 from harness.imported.stamp import require_one_model
-from harness.records.serving import Arrival, Cell, Gaps, Repeat, Request, ServingData, Window
-from harness.serving.window import TokenEvent, active_requests, steady_window, tokens_inside
+from harness.records.serving import Arrival, Cell, Repeat, Request, ServingData
 from qad.errors import DataError, UsageError
 from qad.untrusted import clean, is_number, json_lines, mapping, strict_json
 
 Reader = Callable[[Sequence[Any], Path], list[Cell]]
-_EVENTS = 4_000_000  # of one run at most: a count that somebody wrote is no reason to run out of memory
 
 _NOTES = {
     "vllm": "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
@@ -36,8 +34,13 @@ _NOTES = {
     "guidellm": "GuideLLM's time_per_output_token_ms includes the time to the first token and is not used",
     "trtllm": "trtllm-bench runs the engine in its own process: there is no HTTP in these times",
 }
-_TOOLS = {"vllm": "vLLM bench serve", "sglang": "SGLang bench_serving", "aiperf": "AIPerf", "guidellm": "GuideLLM",
-          "trtllm": "trtllm-bench"}  # fmt: skip
+_TOOLS = {
+    "vllm": "vLLM bench serve",
+    "sglang": "SGLang bench_serving",
+    "aiperf": "AIPerf",
+    "guidellm": "GuideLLM",
+    "trtllm": "trtllm-bench",
+}
 
 
 def import_results(path: Path, tool: str | None = None, concurrency: int | None = None) -> tuple[ServingData, str]:
@@ -72,9 +75,7 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
         if told:
             raise UsageError(f"--concurrency {concurrency}: {path} says what its load is, {told}")
         cells = [dataclasses.replace(cell, concurrency=concurrency) for cell in cells]
-    return ServingData(
-        driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found], *_unseen(documents)]
-    ), found
+    return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found], *_unseen(documents)]), found
 
 
 def _model(run: Mapping[str, Any]) -> str:
@@ -89,8 +90,10 @@ def _unseen(documents: Sequence[Any]) -> list[str]:
     """What of the documents is in no cell, in words."""
     notes = []
     if any(_no_first_token(mapping(d)) for d in documents):
-        notes.append("the time to the first token is printed as 0, so some requests showed no token: it is left out, and the "
-                     "time per output token that is made from it")  # fmt: skip
+        notes.append(
+            "the time to the first token is printed as 0, so some requests showed no token: it is left out, and the "
+            "time per output token that is made from it"
+        )
     if cancelled := sum(_cancelled(mapping(d)) for d in documents):
         notes.append(f"{cancelled} requests were cancelled by the load tool: neither a success nor a failure")
     return notes
@@ -138,64 +141,6 @@ def _documents(path: Path) -> list[Any]:
         raise DataError(f"{path} is neither JSON nor JSON lines ({clean(error, 200)}): give a result file") from error
 
 
-# --- one request, one run ------------------------------------------------------------------------
-
-
-def _request(
-    start_s: float, ttft_ms: float, e2e_ms: float, input_tokens: int | None, output_tokens: int | None, counted_by: str,
-    gaps_ms: Sequence[float] = (), cached_tokens: int | None = None,
-) -> Request:  # fmt: skip
-    if gaps_ms and min(gaps_ms) < 0:
-        return _failed(start_s, "impossible: a chunk before the one before it")
-    after_first = (output_tokens or 0) - 1
-    found = Request(
-        start_s=start_s, input_tokens=input_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens,
-        token_source=counted_by, first_chunk_tokens=None, ttft_ms=ttft_ms, first_answer_ms=None,
-        tpot_ms=(e2e_ms - ttft_ms) / after_first if after_first > 0 else None,
-        icl_ms=Gaps(statistics.fmean(gaps_ms), statistics.median(gaps_ms), max(gaps_ms)) if gaps_ms else None, e2e_ms=e2e_ms,
-    )  # fmt: skip
-    return _failed(start_s, f"impossible: {found.impossible}") if found.impossible else found
-
-
-def _failed(start_s: float, reason: object) -> Request:
-    return Request.failure(start_s, clean(" ".join(str(reason).split())[-200:], 200) or "failed")
-
-
-def _run(requests: list[Request], seconds: float | None, arrival: Arrival | None = None) -> Repeat:
-    """A run from its requests; token events are spread evenly from the first token to the last. Requests at a rate are a steady
-    state from the first one's start to the last one's, whatever the server makes of them."""
-    origin = min((r.start_s for r in requests), default=0.0)
-    requests = [_moved(r, -origin) for r in sorted(requests, key=lambda r: r.start_s)]
-    good = [r for r in requests if not r.failed]
-    spans = [(r.start_s, r.start_s + (r.e2e_ms or 0.0) / 1000) for r in good]
-    known = (bool(spans) and len({start for start, _ in spans}) > 1) or len(spans) == 1
-    peak, mean = active_requests(spans) if known else (None, None)
-    events = [event for r in good for event in _events(r, 1 + _EVENTS // len(good))]
-    window = steady_window(spans, events) if known else None
-    if known and arrival is not None and arrival.rate is not None:
-        last = max(start for start, _ in spans)
-        window = Window(0.0, last, tokens_inside(events, 0.0, last))
-    return Repeat(
-        seconds=seconds if seconds is not None else max((end for _, end in spans), default=None), requests=requests,
-        window=window, peak_active=peak, mean_active=mean,
-        prompts_seen_before=None, not_greedy=None,
-    )  # fmt: skip
-
-
-def _moved(request: Request, by_s: float) -> Request:
-    return dataclasses.replace(request, start_s=request.start_s + by_s)
-
-
-def _events(request: Request, most: int) -> list[TokenEvent]:
-    n, first, last = request.output_tokens or 0, request.ttft_ms or 0.0, request.e2e_ms or 0.0
-    steps = min(n, most)
-    step = (last - first) / (steps - 1) if steps > 1 else 0.0
-    return [(request.start_s + (first + i * step) / 1000, n / steps) for i in range(steps)]
-
-
-# --- tools ---------------------------------------------------------------------------------------
-
-
 def _openai_bench(tool: str) -> Reader:
     """vLLM's and SGLang's results: one object a run, parallel lists where details were saved."""
 
@@ -233,12 +178,21 @@ def _bench_requests(d: dict[str, Any], tool: str, arrival: Arrival | None) -> Re
     for i, ttft in enumerate(d["ttfts"]):
         succeeded = not errors[i] and d["output_lens"][i] and (ttft > 0 or itls[i])
         if not succeeded:
-            requests.append(_failed(starts[i], errors[i]))
+            requests.append(failed(starts[i], errors[i]))
             continue
         latency = d["latencies"][i] if d.get("latencies") else ttft + sum(itls[i])
-        requests.append(_request(starts[i], 1000 * ttft, 1000 * latency, d["input_lens"][i], d["output_lens"][i],
-                                 f"as counted by {_TOOLS[tool]}", [1000 * gap for gap in itls[i]]))  # fmt: skip
-    return _run(requests, d["duration"], arrival)
+        requests.append(
+            request(
+                starts[i],
+                1000 * ttft,
+                1000 * latency,
+                d["input_lens"][i],
+                d["output_lens"][i],
+                f"as counted by {_TOOLS[tool]}",
+                [1000 * gap for gap in itls[i]],
+            )
+        )
+    return run_of(requests, d["duration"], arrival)
 
 
 def _printed(d: dict[str, Any]) -> Repeat:
@@ -259,9 +213,7 @@ def _printed(d: dict[str, Any]) -> Repeat:
         for side in ("input", "output"):
             if d.get(f"total_{side}_tokens") is not None:
                 printed[f"{side}_tokens"] = {"mean": d[f"total_{side}_tokens"] / d["completed"]}
-    printed["requests"] = {"succeeded": float(d["completed"])} | (
-        {"failed": float(d["failed"])} if "failed" in d else {}
-    )
+    printed["requests"] = {"succeeded": float(d["completed"])} | ({"failed": float(d["failed"])} if "failed" in d else {})
     return Repeat(d["duration"], [], None, None, None, None, None, printed={k: v for k, v in printed.items() if v})
 
 
@@ -281,16 +233,21 @@ def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
             continue
         start = facts["request_start_ns"] / 1e9
         if d.get("error") or "time_to_first_token" not in metrics:
-            requests.append(_failed(start, (d.get("error") or {}).get("message") or "no token"))
+            requests.append(failed(start, (d.get("error") or {}).get("message") or "no token"))
             continue
         gaps = metrics.get("inter_chunk_latency")
-        requests.append(_request(
-            start, _ms(metrics["time_to_first_token"]), _ms(metrics["request_latency"]),
-            _count(metrics, "input_sequence_length"), _count(metrics, "output_sequence_length"),
-            "as counted by AIPerf",
-            [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
-        ))  # fmt: skip
-    return [Cell(concurrency, None, None, [_run(requests, None, arrival)], arrival)] if requests else []
+        requests.append(
+            request(
+                start,
+                _ms(metrics["time_to_first_token"]),
+                _ms(metrics["request_latency"]),
+                _count(metrics, "input_sequence_length"),
+                _count(metrics, "output_sequence_length"),
+                "as counted by AIPerf",
+                [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
+            )
+        )
+    return [Cell(concurrency, None, None, [run_of(requests, None, arrival)], arrival)] if requests else []
 
 
 def _cancelled(d: Mapping[str, Any]) -> bool:
@@ -314,9 +271,9 @@ def _guidellm(documents: Sequence[Any], path: Path) -> list[Cell]:
     for benchmark in documents[0]["benchmarks"]:
         requests = benchmark["requests"]
         good = [_guidellm_request(r) for r in requests["successful"] or ()]
-        bad = [_failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
+        bad = [failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
         concurrency, arrival = guidellm_load(benchmark)
-        runs.append(Cell(concurrency, None, None, [_run(good + bad, None, arrival)], arrival))
+        runs.append(Cell(concurrency, None, None, [run_of(good + bad, None, arrival)], arrival))
     return _cells(runs)
 
 
@@ -334,9 +291,16 @@ def _guidellm_request(r: dict[str, Any]) -> Request:
     last = t.get("last_token_iteration") or t.get("last_iteration") or t["request_end"]
     start = t["request_start"]
     if first is None:
-        return _failed(start, "GuideLLM saw no token: it reads no field that thinking may come in")
-    return _request(start, 1000 * (first - start), 1000 * (last - start), r.get("prompt_tokens"), r.get("output_tokens"),
-                    "as counted by GuideLLM", cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"))  # fmt: skip
+        return failed(start, "GuideLLM saw no token: it reads no field that thinking may come in")
+    return request(
+        start,
+        1000 * (first - start),
+        1000 * (last - start),
+        r.get("prompt_tokens"),
+        r.get("output_tokens"),
+        "as counted by GuideLLM",
+        cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"),
+    )
 
 
 def _trtllm(documents: Sequence[Any], path: Path) -> list[Cell]:
@@ -349,11 +313,19 @@ def _trtllm(documents: Sequence[Any], path: Path) -> list[Cell]:
         start, token, end = r["start_timestamp"], r["first_token_timestamp"], r["end_timestamp"]
         output = r.get("num_output_tokens", r.get("output_tokens"))
         if r.get("error_tokens") or token <= 0 or not output:
-            requests.append(_failed(start / 1e9, "error in the engine" if r.get("error_tokens") else "no token"))
+            requests.append(failed(start / 1e9, "error in the engine" if r.get("error_tokens") else "no token"))
         else:
-            requests.append(_request(start / 1e9, (token - start) / 1e6, (end - start) / 1e6, r["num_input_tokens"],
-                                     output, "as counted by trtllm-bench"))  # fmt: skip
-    return [Cell(None, None, None, [_run(requests, None)])]
+            requests.append(
+                request(
+                    start / 1e9,
+                    (token - start) / 1e6,
+                    (end - start) / 1e6,
+                    r["num_input_tokens"],
+                    output,
+                    "as counted by trtllm-bench",
+                )
+            )
+    return [Cell(None, None, None, [run_of(requests, None)])]
 
 
 def _trtllm_report(d: dict[str, Any]) -> Cell:
@@ -373,12 +345,23 @@ def _trtllm_report(d: dict[str, Any]) -> Cell:
         "output_tokens": {"mean": float(asked["avg_output_length"])},
         "input_tokens": {"mean": float(asked["avg_input_length"])},
     }
-    run = Repeat(speed["total_latency_ms"] / 1000, [], None, None, asked.get("avg_num_concurrent_requests"), None, None,
-                 printed={k: v for k, v in printed.items() if v})  # fmt: skip
+    run = Repeat(
+        speed["total_latency_ms"] / 1000,
+        [],
+        None,
+        None,
+        asked.get("avg_num_concurrent_requests"),
+        None,
+        None,
+        printed={k: v for k, v in printed.items() if v},
+    )
     return Cell(None, None, None, [run])
 
 
 _READERS: dict[str, Reader] = {
-    "vllm": _openai_bench("vllm"), "sglang": _openai_bench("sglang"), "aiperf": _aiperf, "guidellm": _guidellm,
+    "vllm": _openai_bench("vllm"),
+    "sglang": _openai_bench("sglang"),
+    "aiperf": _aiperf,
+    "guidellm": _guidellm,
     "trtllm": _trtllm,
-}  # fmt: skip
+}

@@ -45,9 +45,7 @@ def guidellm_load(benchmark: Mapping[str, Any]) -> Load:
     strategy = next((mapping(place) for place in places if place), {})
     kind = str(strategy.get("type_") or strategy.get("kind") or "")[:40]
     bound = whole(strategy.get("max_concurrency"))
-    more = "".join(
-        f", {name} {str(value)[:40]}" for name, value in sorted(strategy.items()) if name not in _NAMED and value
-    )
+    more = "".join(f", {name} {str(value)[:40]}" for name, value in sorted(strategy.items()) if name not in _NAMED and value)
     if kind == "synchronous":
         return 1, None
     if kind == "concurrent":
@@ -69,16 +67,17 @@ def aiperf_load(summary: Path) -> Load:
     load = mapping(config.get("loadgen"))
     concurrency = whole(load.get("concurrency"))
     pattern = str(load.get("arrival_pattern") or load.get("request_rate_mode") or "Poisson")[:40]
-    more = "".join(f", {name} {str(value)[:40]}" for name, value in sorted(load.items())
-                   if value and any(word in name for word in ("ramp", "prefill", "smoothness", "num_users")))  # fmt: skip
+    more = "".join(
+        f", {name} {str(value)[:40]}"
+        for name, value in sorted(load.items())
+        if value and any(word in name for word in ("ramp", "prefill", "smoothness", "num_users"))
+    )
     if mapping(config.get("input")).get("fixed_schedule"):
         return concurrency, Arrival(None, f"fixed schedule{more}")
     if load.get("user_centric_rate") is not None:
         return concurrency, Arrival(_number(load["user_centric_rate"]), f"by user{more}")
     if load.get("request_rate") is not None:
-        return concurrency, Arrival(
-            _number(load["request_rate"]), ("Poisson" if pattern == "poisson" else pattern) + more
-        )
+        return concurrency, Arrival(_number(load["request_rate"]), ("Poisson" if pattern == "poisson" else pattern) + more)
     return concurrency, Arrival(None, f"each after the last{more}") if more and concurrency else None
 
 

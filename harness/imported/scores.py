@@ -30,8 +30,7 @@ from qad.artifact import digest_of
 from qad.errors import DataError
 from qad.untrusted import clean, count, is_number, json_lines
 
-_CSV_FACTS = ("benchmark", "arm", "score", "metric", "items", "repeats", "stderr", "maximum", "higher_is_better",
-              "chance")  # fmt: skip
+_CSV_FACTS = ("benchmark", "arm", "score", "metric", "items", "repeats", "stderr", "maximum", "higher_is_better", "chance")
 _YES, _NO = ("", "true", "yes", "1", "-"), ("false", "no", "0")
 _SETTINGS = ("n_shot", "version", "filter", "limit", "template", "seed", "temperature", "top_p", "max_tokens")
 
@@ -78,23 +77,25 @@ def _csv_records(path: Path, arm: str) -> list[Record]:
     scores: dict[str, dict[tuple[str, str, str], PublishedScore]] = {}
     cells = [(line, row, name) for line, row in enumerate(rows, 1) for name in (arms or [row.get("arm") or arm])]
     values = [_number(path, line, row, name if wide else "score") for line, row, name in cells]
-    maximum = _unit(path, [(line, row, name if wide else "score", value)
-                           for (line, row, name), value in zip(cells, values, strict=True) if value is not None])  # fmt: skip
+    maximum = _unit(
+        path,
+        [
+            (line, row, name if wide else "score", value)
+            for (line, row, name), value in zip(cells, values, strict=True)
+            if value is not None
+        ],
+    )
     for (line, row, name), value in zip(cells, values, strict=True):
         if value is not None:
             score = _printed(path, line, row, value, maximum)
             mine, key = scores.setdefault(name, {}), (score.task, score.filter, score.metric)
             if key in mine:
-                raise DataError(
-                    f"{path}, row {line}: {score.task} of {name} is there already: leave one of the two out"
-                )
+                raise DataError(f"{path}, row {line}: {score.task} of {name} is there already: leave one of the two out")
             mine[key] = score
     if not scores:
         raise DataError(f"{path} holds no score: fill its score columns")
     return [
-        imported_record(
-            name, ScoresData(source, [*entries.values()]), {}, "imported", [path], "a CSV table", source, model
-        )
+        imported_record(name, ScoresData(source, [*entries.values()]), {}, "imported", [path], "a CSV table", source, model)
         for name, entries in scores.items()
     ]
 
@@ -138,9 +139,7 @@ def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
         raise DataError(f"{path} has two columns {clean(twice)!r}: leave one of them out")
     for line, entry in enumerate(entries, 1):
         if len(entry) > len(columns):
-            raise DataError(
-                f"{path}, row {line} has {len(entry)} cells, the header {len(columns)}: quote what holds commas"
-            )
+            raise DataError(f"{path}, row {line} has {len(entry)} cells, the header {len(columns)}: quote what holds commas")
     if not entries:
         raise DataError(f"{path} has no rows: give a header line and one line a benchmark")
     notes = {match[1]: match[2] for match in found if match}
@@ -166,12 +165,18 @@ def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: 
             "score in a column maximum"
         )
     return PublishedScore(
-        task=row["benchmark"], metric=row.get("metric") or "score", value=value,
-        maximum=largest, higher_is_better=not lower,
-        chance=_number(path, line, row, "chance"), items=None if items is None else int(items),
-        repeats=None if repeats is None else int(repeats), stderr=stderr,
-        filter=settings.pop("filter", "none"), settings=settings,
-    )  # fmt: skip
+        task=row["benchmark"],
+        metric=row.get("metric") or "score",
+        value=value,
+        maximum=largest,
+        higher_is_better=not lower,
+        chance=_number(path, line, row, "chance"),
+        items=None if items is None else int(items),
+        repeats=None if repeats is None else int(repeats),
+        stderr=stderr,
+        filter=settings.pop("filter", "none"),
+        settings=settings,
+    )
 
 
 _LEAST = {"items": 1, "repeats": 1, "stderr": 0}
@@ -201,9 +206,7 @@ def _nemo_record(files: list[Path], name: str, path: Path, arm: str) -> Record:
         task = name or file.parent.relative_to(path).as_posix()
         tasks.append(_nemo_task(file, path.name if task == "." else task))
     source = f"NeMo Evaluator, {path.name}"
-    return imported_record(
-        arm, AccuracyData(tasks), {}, "NeMo Evaluator", files, "NeMo Evaluator results", source, MODEL
-    )
+    return imported_record(arm, AccuracyData(tasks), {}, "NeMo Evaluator", files, "NeMo Evaluator results", source, MODEL)
 
 
 def _nemo_task(file: Path, task: str) -> TaskScore:
@@ -218,9 +221,16 @@ def _nemo_task(file: Path, task: str) -> TaskScore:
         target = digest_of(row["expected_answer"]) if row.get("expected_answer") is not None else ""
         items.append(Item(problem, "", target, problem, float(row["reward"])))
     return TaskScore(
-        task=task, version="", metric="reward", filter="none", n_shot=None, higher_is_better=True, chance=None,
-        limit=None, items=items,
-    )  # fmt: skip
+        task=task,
+        version="",
+        metric="reward",
+        filter="none",
+        n_shot=None,
+        higher_is_better=True,
+        chance=None,
+        limit=None,
+        items=items,
+    )
 
 
 def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -231,9 +241,7 @@ def _nemo_rows(file: Path) -> Iterator[dict[str, Any]]:
                 if row["problem_idx"] is None or count(row.get("repeat") or 0) is None or not is_number(reward + 0.0):
                     raise ValueError(f"reward is {reward}, repeat {row.get('repeat')}")
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise ValueError(
-                    f"line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}"
-                ) from error
+                raise ValueError(f"line {line} is no result of NeMo Evaluator (problem_idx, reward): {error}") from error
             yield row
     except (OSError, ValueError) as error:
         raise DataError(f"{file}, {clean(error, 300)}: give a result file of NeMo Evaluator") from error

@@ -25,18 +25,31 @@ def require_one_model(models: Iterable[tuple[Path, str]], remedy: str) -> None:
 
 
 def imported_record(
-    arm: str, data: Data, settings: dict[str, Any], engine: str, files: list[Path], form: str, source: str, model: str,
+    arm: str,
+    data: Data,
+    settings: dict[str, Any],
+    engine: str,
+    files: list[Path],
+    form: str,
+    source: str,
+    model: str,
     left_out: Sequence[str] = (),
-) -> Record:  # fmt: skip
+) -> Record:
     """A record whose provenance says that it was imported, from what, the files' hashes, and what of them it is without. Raises
     DataError where a value is not what a record holds in its place."""
     hashes = {path.name: sha256_file(path) for path in files}
     facts = {"format": form, "source": source, "files": hashes, "left_out": list(left_out)}
     record = Record(
-        arm=arm, model=model, checkpoint=digest_of(hashes), settings=settings,
+        arm=arm,
+        model=model,
+        checkpoint=digest_of(hashes),
+        settings=settings,
         engine=Engine(engine, "", "", "", f"imported from {form}", emulated=False),
-        provenance={**provenance.provenance(), "imported": facts}, created=provenance.now(), seconds=0.0, data=data,
-    )  # fmt: skip
+        provenance={**provenance.provenance(), "imported": facts},
+        created=provenance.now(),
+        seconds=0.0,
+        data=data,
+    )
     try:
         return from_json(json.loads(json.dumps(to_json(record), allow_nan=False)))
     except (ValueError, OverflowError) as error:

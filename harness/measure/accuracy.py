@@ -51,9 +51,7 @@ def record_apart(subject: Subject, section: Accuracy, record: Path) -> None:
     run_apart(_record, subject, section, record, code_is_trusted(), instant())
 
 
-def _record(
-    subject: Subject, section: Accuracy, record: Path, trusted: bool, time_seen: datetime.datetime | None
-) -> None:
+def _record(subject: Subject, section: Accuracy, record: Path, trusted: bool, time_seen: datetime.datetime | None) -> None:
     started = time.monotonic()
     with remote_code(trusted), template_clock(time_seen):
         subject.write(record, measure(subject, Scoring.of(section, subject.seed), record), started)

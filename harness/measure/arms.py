@@ -32,9 +32,8 @@ class Measuring:
     """
 
     def __init__(
-        self, subjects: Sequence[Subject], section: Measure, text: Callable[[], list[Part]], out: Path,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, subjects: Sequence[Subject], section: Measure, text: Callable[[], list[Part]], out: Path, say: Callable[[str], None]
+    ) -> None:
         self.subjects = {subject.arm: subject for subject in subjects}
         self.section, self.text, self.out, self.say = section, text, out, say
 

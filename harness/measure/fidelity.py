@@ -34,9 +34,7 @@ def measure(
     return {s.arm: Found(measured[s.arm], s.loaded.engine, settings) for s in subjects}
 
 
-def measure_served(
-    server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]
-) -> Found:
+def measure_served(server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
     """What a server tells of its likeliest tokens bounds the distance."""
     name, engine = server.describe()
     data = measure_topk(server.url, name, teacher.loaded.model, text.pairs, section.data.name, TOP_K)

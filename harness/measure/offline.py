@@ -38,9 +38,12 @@ class Offline:
 
 
 def measure_offline(
-    arms: Mapping[str, tuple[Path, Path]], plan: Plan, offline: Offline, tokenizer: Any,
+    arms: Mapping[str, tuple[Path, Path]],
+    plan: Plan,
+    offline: Offline,
+    tokenizer: Any,
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, tuple[ServingData, Engine]]:  # fmt: skip
+) -> dict[str, tuple[ServingData, Engine]]:
     """Every arm's cells, and what computed them. arms: name -> its checkpoint, and the folder for its files.
 
     Raises UsageError for a plan or a folder that cannot be measured, EngineError where trtllm-bench fails, DataError where
@@ -65,12 +68,18 @@ def measure_offline(
             say(f"{arm}, repeat {turn + 1} of {plan.repeats}, {_line(Cell(*plan.cells()[cell], runs[-1:]))}")
     notes |= dict.fromkeys([WARM_UP_NOTE, *([STATISTICS_NOTE] if offline.mode == "latency" else [])])
     return {
-        arm: (ServingData(
-            driver=f"trtllm-bench {offline.mode} {engines[arm].version}", endpoint="", order=[name for _, name in order],
-            cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)], notes=list(notes),
-        ), engines[arm])
+        arm: (
+            ServingData(
+                driver=f"trtllm-bench {offline.mode} {engines[arm].version}",
+                endpoint="",
+                order=[name for _, name in order],
+                cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)],
+                notes=list(notes),
+            ),
+            engines[arm],
+        )
         for arm, cells in found.items()
-    }  # fmt: skip
+    }
 
 
 def _run(place: tuple[Path, Path], plan: Plan, offline: Offline, tokenizer: Any, turn: int, cell: int) -> BenchRun:
@@ -82,9 +91,16 @@ def _run(place: tuple[Path, Path], plan: Plan, offline: Offline, tokenizer: Any,
     dataset = out / f"{turn}-{cell}.jsonl"
     dataset.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return run_bench(
-        offline.python, folder.absolute(), dataset.absolute(), dataset.with_suffix(".json").absolute(), mode=offline.mode,
-        concurrency=concurrency, max_model_len=offline.max_model_len, options=offline.options, timeout_s=offline.timeout_s,
-    )  # fmt: skip
+        offline.python,
+        folder.absolute(),
+        dataset.absolute(),
+        dataset.with_suffix(".json").absolute(),
+        mode=offline.mode,
+        concurrency=concurrency,
+        max_model_len=offline.max_model_len,
+        options=offline.options,
+        timeout_s=offline.timeout_s,
+    )
 
 
 def _engine(done: BenchRun, folder: Path) -> Engine:

@@ -45,8 +45,7 @@ def run_apart(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) ->
     if before and after and after[0] < before[0] - _MARGIN * before[1]:
         lost = (before[0] - after[0]) / 1e9
         warnings.warn(
-            f"{lost:.1f} GB of GPU memory are not free again behind {function.__name__}: something else took them",
-            stacklevel=2,
+            f"{lost:.1f} GB of GPU memory are not free again behind {function.__name__}: something else took them", stacklevel=2
         )
 
 

@@ -32,9 +32,18 @@ _INPUT = {"input_scale", "input_global_scale"}
 
 
 def measure_parity(
-    folder: Path, out: Path, *, engine: str, python: str | None, arm: str, dtype: str, new_tokens: int, long_tokens: int,
-    convert: Callable[[Path, Path], Path], eager: bool = True,
-) -> ParityData:  # fmt: skip
+    folder: Path,
+    out: Path,
+    *,
+    engine: str,
+    python: str | None,
+    arm: str,
+    dtype: str,
+    new_tokens: int,
+    long_tokens: int,
+    convert: Callable[[Path, Path], Path],
+    eager: bool = True,
+) -> ParityData:
     """Ask the engine, compare, write the record.
 
     dtype: auto is float32 without a GPU, where the comparison is exact, else bfloat16.
@@ -43,43 +52,55 @@ def measure_parity(
     Raises UsageError for what cannot be asked, EngineError where the engine fails on the folder.
     """
     if engine != "vllm":
-        raise UsageError(
-            f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities"
-        )
+        raise UsageError(f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities")
     started, source, device = time.monotonic(), open_checkpoint(folder, allow_quantized=True), default_device()
     dtype = ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
     interpreter = engine_python("vllm", python)
     with tempfile.TemporaryDirectory(prefix="qad-parity-") as scratch:
-        scores, data = _compare(
-            folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager, convert
-        )
+        scores, data = _compare(folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager, convert)
     settings = {
-        "engine": engine, "dtype": dtype, "eager": eager, "new_tokens": new_tokens, "long_tokens": long_tokens,
-        "kv_cache": "compute dtype", "layout": layout_of(source.config),
-    }  # fmt: skip
+        "engine": engine,
+        "dtype": dtype,
+        "eager": eager,
+        "new_tokens": new_tokens,
+        "long_tokens": long_tokens,
+        "kv_cache": "compute dtype",
+        "layout": layout_of(source.config),
+    }
     described = dataclasses.replace(describe(scores.log, scores.version, folder), dtype=dtype, device=scores.device)
     write_record(out, arm, source.display_name, folder_identity(source), settings, described, data, started)
     return data
 
 
 def _compare(
-    folder: Path, scratch: Path, python: Path, dtype: str, device: str, new_tokens: int, long_tokens: int, eager: bool,
+    folder: Path,
+    scratch: Path,
+    python: Path,
+    dtype: str,
+    device: str,
+    new_tokens: int,
+    long_tokens: int,
+    eager: bool,
     convert: Callable[[Path, Path], Path],
-) -> tuple[Scores, ParityData]:  # fmt: skip
+) -> tuple[Scores, ParityData]:
     loaded = transformers.load(_readable(folder, scratch, convert), dtype, device)
     prompts = parity.prompts(load_tokenizer(folder), new_tokens, _long_text() if long_tokens else "", long_tokens)
     inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
     question = vllm_scores.job(
-        folder, scratch / "answer.safetensors", prompts, new_tokens=new_tokens, dtype=dtype, eager=eager, layers=inputs,
+        folder,
+        scratch / "answer.safetensors",
+        prompts,
+        new_tokens=new_tokens,
+        dtype=dtype,
+        eager=eager,
+        layers=inputs,
         overrides=plain_cache(folder),
-    )  # fmt: skip
+    )
     (scores,) = vllm_scores.ask(python, [question], scratch)
     return scores, compared(folder, loaded, prompts, outputs, scores)
 
 
-def compared(
-    folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores
-) -> ParityData:
+def compared(folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores) -> ParityData:
     """An engine's answer about `folder` beside the reference `loaded` and its layers' `outputs`."""
     model, dtype, asked = loaded.model, loaded.engine.dtype, range(len(prompts))
     ours = [parity.log_probs(model, prompt, tokens) for prompt, tokens in zip(prompts, scores.tokens, strict=True)]
@@ -89,9 +110,7 @@ def compared(
 
     found = [found_with(ours[number], number) for number in asked]
     family = family_of(model.config)
-    hidden = any(
-        ties.input_of(name, inputs, family) is None for inputs in scores.inputs for name in ties.quantizers(model)
-    )
+    hidden = any(ties.input_of(name, inputs, family) is None for inputs in scores.inputs for name in ties.quantizers(model))
     for number in (n for n in asked if not parity.agrees(found[n]) and scores.inputs[n]):
         with ties.taken_from(model, scores.inputs[number]) as taken:
             tied = found_with(parity.log_probs(model, prompts[number], scores.tokens[number]), number)
@@ -106,10 +125,15 @@ def compared(
                 floor = parity.mean_kl(ours[number], parity.log_probs(model, prompts[number], scores.tokens[number]))
                 found[number] = dataclasses.replace(found[number], floor_kl=floor)
     return parity.judge(
-        found, parity.compare_layers(scores.layers, outputs), dtype=dtype, device=scores.device, hides_inputs=hidden,
-        log=scores.kernels, other=[*changed_files(folder), *unequal_scales(folder)],
+        found,
+        parity.compare_layers(scores.layers, outputs),
+        dtype=dtype,
+        device=scores.device,
+        hides_inputs=hidden,
+        log=scores.kernels,
+        other=[*changed_files(folder), *unequal_scales(folder)],
         reference_=f"transformers {loaded.engine.version}, torch {torch.__version__}, {loaded.engine.kernel_path}",
-    )  # fmt: skip
+    )
 
 
 def changed_files(folder: Path) -> list[str]:

@@ -34,10 +34,18 @@ def write_record(
     """Stamp a measurement with its provenance and write it. started: of the clock `time.monotonic`. control: see
     `Record`; training: see `qad.arms.origin.training_of`."""
     record = records.Record(
-        arm=arm, model=model, checkpoint=checkpoint, engine=engine, settings=settings,
-        provenance=provenance.provenance(), created=provenance.now(), seconds=round(time.monotonic() - started, 1),
-        data=data, control=control, training=records.Training(**training) if training else None,
-    )  # fmt: skip
+        arm=arm,
+        model=model,
+        checkpoint=checkpoint,
+        engine=engine,
+        settings=settings,
+        provenance=provenance.provenance(),
+        created=provenance.now(),
+        seconds=round(time.monotonic() - started, 1),
+        data=data,
+        control=control,
+        training=records.Training(**training) if training else None,
+    )
     keep(record, path)
 
 

@@ -87,6 +87,14 @@ class Subject:
     def write(self, path: Path, found: Found, started: float) -> None:
         """Stamp and write the record. started: of the clock `time.monotonic`. Raises StorageError."""
         write_record(
-            path, self.arm, self.model, self.identity, found.settings, found.engine, found.data, started, found.control,
+            path,
+            self.arm,
+            self.model,
+            self.identity,
+            found.settings,
+            found.engine,
+            found.data,
+            started,
+            found.control,
             training_of(self.folder),
-        )  # fmt: skip
+        )

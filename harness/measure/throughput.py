@@ -84,9 +84,7 @@ def measure_served(
     """
     sources, paths = _placed(folders, arms, out)
     if serving.url and len(folders) > 1:
-        raise UsageError(
-            "one running server is one arm: measure each with its own --server, or let --engine start them"
-        )
+        raise UsageError("one running server is one arm: measure each with its own --server, or let --engine start them")
     started = time.monotonic()
     measured = measure_arms({arm: (source.folder, paths[arm]) for arm, source in sources.items()}, plan, serving, say)
     return _written(measured, sources, paths, serving_settings(plan, serving), started, say)
@@ -113,12 +111,15 @@ def _placed(folders: Sequence[Path], arms: Sequence[str], out: Path) -> tuple[di
 
 
 def _written(
-    measured: dict[str, tuple[ServingData, Engine]], sources: dict[str, Checkpoint], paths: dict[str, Path],
-    settings: dict[str, Any], started: float, say: Callable[[str], None],
-) -> int:  # fmt: skip
+    measured: dict[str, tuple[ServingData, Engine]],
+    sources: dict[str, Checkpoint],
+    paths: dict[str, Path],
+    settings: dict[str, Any],
+    started: float,
+    say: Callable[[str], None],
+) -> int:
     for arm, (data, engine) in measured.items():
-        write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data,
-                     started)  # fmt: skip
+        write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data, started)
         say(f"record: {paths[arm]} ({engine.kernel_path})")
     return _report({arm: data for arm, (data, _) in measured.items()}, say)
 
@@ -139,8 +140,12 @@ def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
 
 def _settings(plan: Plan, options: Sequence[str], max_model_len: int | None) -> dict[str, Any]:
     """Speeds are comparable on the same machine with the same packages only."""
-    return {**dataclasses.asdict(plan), "options": list(options), "max_model_len": max_model_len,
-            "machine": digest_of(provenance.environment())}  # fmt: skip
+    return {
+        **dataclasses.asdict(plan),
+        "options": list(options),
+        "max_model_len": max_model_len,
+        "machine": digest_of(provenance.environment()),
+    }
 
 
 def load_pythons(serving: Serving) -> list[str]:
@@ -162,9 +167,15 @@ def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractCo
     engine, log = serving.engine, out.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     return lambda: serve(
-        engine, folder, log=log, python=serving.python, dtype=serving.dtype, max_model_len=serving.max_model_len,
-        options=serving.options, ready_s=serving.ready_s,
-    )  # fmt: skip
+        engine,
+        folder,
+        log=log,
+        python=serving.python,
+        dtype=serving.dtype,
+        max_model_len=serving.max_model_len,
+        options=serving.options,
+        ready_s=serving.ready_s,
+    )
 
 
 def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int:
@@ -180,9 +191,7 @@ def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int
     return code
 
 
-def import_served(
-    path: Path, tool: str | None, concurrency: int | None, arm: str, out: Path, say: Callable[[str], None]
-) -> int:
+def import_served(path: Path, tool: str | None, concurrency: int | None, arm: str, out: Path, say: Callable[[str], None]) -> int:
     """One record of a load tool's result file; the exit code is 1 where it is invalid."""
     record = serving_record(path, arm, tool, concurrency)
     keep(record, out)

@@ -14,9 +14,17 @@ CLASSES = ("fp4_codes", "block_scales", "global_scales", "fp8", "bf16", "other")
 
 _INDEX = "model.safetensors.index.json"
 _SCALES = (
-    "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale",
-    "k_scale", "v_scale", "q_scale", "pre_quant_scale",
-)  # fmt: skip
+    "weight_scale",
+    "weight_scale_2",
+    "weight_scale_inv",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "pre_quant_scale",
+)
 _PARAMETER_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 

@@ -38,9 +38,15 @@ def measure_served_memory(
     row = engine_named(engine)
     eager = row.eager if row.plugin and not installed(engine, interpreter).gpus else ()
     with serve(
-        engine, folder, log=log, python=str(interpreter), dtype=dtype, max_model_len=max_model_len,
-        options=[*eager, *options], ready_s=READY_S,
-    ) as server:  # fmt: skip
+        engine,
+        folder,
+        log=log,
+        python=str(interpreter),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        options=[*eager, *options],
+        ready_s=READY_S,
+    ) as server:
         return dataclasses.replace(data, serving=server.facts), server.engine
 
 
@@ -49,9 +55,14 @@ def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str =
     if choice is None:
         return measure_memory(folder), FILES
     return measure_served_memory(
-        folder, choice.name, log=log, python=choice.python, dtype=dtype, max_model_len=choice.max_model_len,
+        folder,
+        choice.name,
+        log=log,
+        python=choice.python,
+        dtype=dtype,
+        max_model_len=choice.max_model_len,
         options=choice.options,
-    )  # fmt: skip
+    )
 
 
 def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:

@@ -35,12 +35,7 @@ LAYER_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}  # of the output's largest
 FLOOR_FACTOR = 3.0  # where a code flips first is chance; measured ratios of the real vLLM are near 2
 _FINER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 LAYER_TOKENS = 8
-TEXTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    ",
-    "Water boils at a temperature of",
-    "Once upon a time there was a",
-)
+TEXTS = ("The capital of France is", "def fibonacci(n):\n    ", "Water boils at a temperature of", "Once upon a time there was a")
 
 
 def prompts(tokenizer: Any, new_tokens: int, long_text: str = "", long_tokens: int = 0) -> list[list[int]]:
@@ -113,10 +108,14 @@ def compare_prompt(prompt: Sequence[int], tokens: Tensor, theirs: Tensor, ours: 
     ours, theirs = ours[:, :shared], theirs[:, :shared].double()
     greedy = ours[len(prompt) - 1 :].argmax(-1)
     return ParityPrompt(
-        input_tokens=len(prompt), output_tokens=len(tokens), max_difference=_number(float((theirs - ours).abs().max())),
-        tokens_equal=int((greedy == tokens).sum()), mean_kl=mean_kl(ours, theirs), floor_kl=None,
+        input_tokens=len(prompt),
+        output_tokens=len(tokens),
+        max_difference=_number(float((theirs - ours).abs().max())),
+        tokens_equal=int((greedy == tokens).sum()),
+        mean_kl=mean_kl(ours, theirs),
+        floor_kl=None,
         mean_difference=_number(float((theirs - ours).abs().mean())),
-    )  # fmt: skip
+    )
 
 
 def mean_kl(ours: Tensor, theirs: Tensor) -> float | None:
@@ -136,9 +135,16 @@ def compare_layers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> lis
 
 
 def judge(
-    prompts_: list[ParityPrompt], layers: list[ParityLayer], *, dtype: str, device: str, hides_inputs: bool, reference_: str,
-    log: list[str], other: Sequence[str] = (),
-) -> ParityData:  # fmt: skip
+    prompts_: list[ParityPrompt],
+    layers: list[ParityLayer],
+    *,
+    dtype: str,
+    device: str,
+    hides_inputs: bool,
+    reference_: str,
+    log: list[str],
+    other: Sequence[str] = (),
+) -> ParityData:
     """The verdict, each failure in a line. `other`: what else was found to be wrong with the folder."""
     strict = must_agree(dtype, device, hides_inputs)
     apart = [(number, one) for number, one in enumerate(prompts_) if not agrees(one)]
@@ -149,13 +155,17 @@ def judge(
     limit = LAYER_TOLERANCE[dtype]
     for layer in layers:
         if layer.max_difference is None or layer.max_difference > limit:
-            failures.append(
-                f"{layer.module}: {_text(layer.max_difference)} of its largest output apart, on the same input"
-            )
+            failures.append(f"{layer.module}: {_text(layer.max_difference)} of its largest output apart, on the same input")
     return ParityData(
-        prompts=prompts_, layers=layers, tolerance=TOLERANCE, layer_tolerance=limit, floor_factor=FLOOR_FACTOR,
-        reference=reference_, engine_log=log, failures=failures,
-    )  # fmt: skip
+        prompts=prompts_,
+        layers=layers,
+        tolerance=TOLERANCE,
+        layer_tolerance=limit,
+        floor_factor=FLOOR_FACTOR,
+        reference=reference_,
+        engine_log=log,
+        failures=failures,
+    )
 
 
 def _difference(number: int, one: ParityPrompt) -> str:

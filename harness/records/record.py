@@ -217,11 +217,7 @@ class AccuracyData:
             return ""
         reasons = sorted(self.failures.items(), key=lambda found: -found[1])
         more = f"; {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
-        return (
-            f"{sum(self.failures.values())} requests failed: "
-            + "; ".join(f"{why} ({n})" for why, n in reasons[:3])
-            + more
-        )
+        return f"{sum(self.failures.values())} requests failed: " + "; ".join(f"{why} ({n})" for why, n in reasons[:3]) + more
 
 
 @dataclasses.dataclass(frozen=True)

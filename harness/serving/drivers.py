@@ -63,16 +63,46 @@ class VllmBench:
             "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
         )
         with tempfile.TemporaryDirectory(prefix="qad-load-") as folder:
-            _process([
-                self.python, "-c", start, "--backend", "openai-chat" if load.endpoint == "chat" else "openai",
-                "--base-url", load.base_url, "--endpoint", ENDPOINTS[load.endpoint], "--model", load.model,
-                "--tokenizer", str(load.tokenizer), "--dataset-name", "custom",
-                "--dataset-path", str(_prompt_file(Path(folder), load)), "--custom-output-len", str(load.output_tokens),
-                "--skip-chat-template", "--disable-shuffle", "--no-oversample", "--num-warmups", "0",
-                "--num-prompts", str(len(load.prompts)), "--max-concurrency", str(load.concurrency),
-                "--request-rate", "inf", "--temperature", "0", "--ignore-eos", "--disable-tqdm",
-                "--extra-body", json.dumps({"stream_options": STREAM_OPTIONS}),
-            ])  # fmt: skip
+            _process(
+                [
+                    self.python,
+                    "-c",
+                    start,
+                    "--backend",
+                    "openai-chat" if load.endpoint == "chat" else "openai",
+                    "--base-url",
+                    load.base_url,
+                    "--endpoint",
+                    ENDPOINTS[load.endpoint],
+                    "--model",
+                    load.model,
+                    "--tokenizer",
+                    str(load.tokenizer),
+                    "--dataset-name",
+                    "custom",
+                    "--dataset-path",
+                    str(_prompt_file(Path(folder), load)),
+                    "--custom-output-len",
+                    str(load.output_tokens),
+                    "--skip-chat-template",
+                    "--disable-shuffle",
+                    "--no-oversample",
+                    "--num-warmups",
+                    "0",
+                    "--num-prompts",
+                    str(len(load.prompts)),
+                    "--max-concurrency",
+                    str(load.concurrency),
+                    "--request-rate",
+                    "inf",
+                    "--temperature",
+                    "0",
+                    "--ignore-eos",
+                    "--disable-tqdm",
+                    "--extra-body",
+                    json.dumps({"stream_options": STREAM_OPTIONS}),
+                ]
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,24 +120,34 @@ class GuideLLM:
         with tempfile.TemporaryDirectory(prefix="qad-load-") as folder:
             scenario = Path(folder) / "scenario.json"
             scenario.write_text(json.dumps(self._scenario(load, Path(folder))), encoding="utf-8")
-            environment = {**os.environ, "GUIDELLM__LOGGING__CONSOLE_LOG_LEVEL": "WARNING",
-                           "GUIDELLM__LOGGING__LOG_FILE": str(Path(folder) / "log"),
-                           "GUIDELLM__MAX_WORKER_PROCESSES": str(min(10, os.cpu_count() or 1)),
-                           "HF_DATASETS_CACHE": str(Path(folder) / "cache"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+            environment = {
+                **os.environ,
+                "GUIDELLM__LOGGING__CONSOLE_LOG_LEVEL": "WARNING",
+                "GUIDELLM__LOGGING__LOG_FILE": str(Path(folder) / "log"),
+                "GUIDELLM__MAX_WORKER_PROCESSES": str(min(10, os.cpu_count() or 1)),
+                "HF_DATASETS_CACHE": str(Path(folder) / "cache"),
+                "HF_HUB_OFFLINE": "1",
+            }
             command = [self.python, "-m", "guidellm", "run", "--disable-console", "-c", str(scenario)]
             _process(command, environment, Path(folder))
 
     def _scenario(self, load: Load, folder: Path) -> dict[str, object]:
         asked = {"temperature": 0, "ignore_eos": True, "stream_options": STREAM_OPTIONS}
         spec = {
-            "backend": {"kind": "openai_http", "target": load.base_url, "model": load.model, "http2": False,
-                        "request_format": ENDPOINTS[load.endpoint], "extras": {"body": asked}},
+            "backend": {
+                "kind": "openai_http",
+                "target": load.base_url,
+                "model": load.model,
+                "http2": False,
+                "request_format": ENDPOINTS[load.endpoint],
+                "extras": {"body": asked},
+            },
             "profile": {"kind": "concurrent"},
             "constraints": [{"kind": "max_requests", "count": len(load.prompts)}],
             "tokenizer": {"kind": "huggingface_auto", "model": str(load.tokenizer)},
             "data": [{"kind": "json_file", "path": str(_prompt_file(folder, load))}],
             "outputs": [{"kind": "json", "path": str(folder / "result.json")}],
-        }  # fmt: skip
+        }
         return {"spec": spec, "benchmarks": [{"profile.streams": load.concurrency}]}
 
 
@@ -148,9 +188,17 @@ def _process(command: Sequence[str], environment: dict[str, str] | None = None, 
     """Run to the end; the tool dies with us where we are interrupted."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-            timeout=_LONGEST_S, env=environment, cwd=folder, errors="replace",
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=_LONGEST_S,
+            env=environment,
+            cwd=folder,
+            errors="replace",
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LoadToolError(f"the load tool cannot be run ({error}): check --driver and --driver-python") from error
     if done.returncode != 0:

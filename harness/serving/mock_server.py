@@ -48,8 +48,13 @@ def chunk(body: Body, text: str, *, finish: str | None = None) -> dict[str, Any]
     chat = "messages" in body
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
     choice |= {"delta": {"content": text}} if chat else {"text": text}
-    return {"id": "mock", "object": "chat.completion.chunk" if chat else "text_completion", "created": 0,
-            "model": MODEL, "choices": [choice]}  # fmt: skip
+    return {
+        "id": "mock",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [choice],
+    }
 
 
 @dataclasses.dataclass
@@ -67,8 +72,9 @@ class MockServer:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                length = next((int(line.split(":")[1]) for line in head.split("\r\n")
-                               if line.lower().startswith("content-length:")), 0)  # fmt: skip
+                length = next(
+                    (int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-length:")), 0
+                )
                 body = await reader.readexactly(length)
                 if not head.startswith("POST"):
                     _plain(writer, head.split(" ")[1])

@@ -61,9 +61,11 @@ def repeat(observed: Sequence[Observed], seen: set[str]) -> Repeat:
         seconds=max(end for _, end in spans),
         requests=[dataclasses.replace(o.request, start_s=o.start_s - origin) for o in observed],
         window=steady_window(spans, events),
-        peak_active=peak, mean_active=mean, prompts_seen_before=before,
+        peak_active=peak,
+        mean_active=mean,
+        prompts_seen_before=before,
         not_greedy=sum(not o.greedy for o in observed),
-    )  # fmt: skip
+    )
 
 
 # --- one request ---------------------------------------------------------------------------------
@@ -215,13 +217,18 @@ def _success(start_s: float, reading: _Reading, count_tokens: CountTokens | None
     ttft, e2e = (1000 * (t - start_s) for t in (times[0], times[-1]))
     after_first = None if output is None else output - (first or 1)
     return Request(
-        start_s=0.0, input_tokens=usage.get("prompt_tokens"),
+        start_s=0.0,
+        input_tokens=usage.get("prompt_tokens"),
         cached_tokens=usage.get("cached_tokens"),
-        output_tokens=output, token_source=source, first_chunk_tokens=first, ttft_ms=ttft,
+        output_tokens=output,
+        token_source=source,
+        first_chunk_tokens=first,
+        ttft_ms=ttft,
         first_answer_ms=None if reading.answer_s is None else 1000 * (reading.answer_s - start_s),
         tpot_ms=(e2e - ttft) / after_first if after_first and after_first > 0 else None,
-        icl_ms=_gaps(times), e2e_ms=e2e,
-    ), list(zip(times, per_chunk, strict=True))  # fmt: skip
+        icl_ms=_gaps(times),
+        e2e_ms=e2e,
+    ), list(zip(times, per_chunk, strict=True))
 
 
 def _tokens_per_chunk(reading: _Reading, output: int | None) -> list[float]:

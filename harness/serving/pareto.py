@@ -39,13 +39,12 @@ def pareto(record: Record) -> dict[Shape, list[ParetoPoint]]:
     return {
         shape: [
             ParetoPoint(
-                cell, speed, latency,
-                not any(s >= speed and t <= latency and (s, t) != (speed, latency) for _, s, t in points),
+                cell, speed, latency, not any(s >= speed and t <= latency and (s, t) != (speed, latency) for _, s, t in points)
             )
             for cell, speed, latency in sorted(points, key=lambda point: _load(point[0]) or (0, 0.0))
         ]
         for shape, points in found.items()
-    }  # fmt: skip
+    }
 
 
 def _load(cell: Cell) -> tuple[int, float] | None:

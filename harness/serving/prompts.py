@@ -37,9 +37,7 @@ def random_prompts(tokenizer: Any, count: int, tokens: int, seed: object) -> lis
 
 def _words(tokenizer: Any) -> list[str]:
     """Words that are one token with the space before them; where there are few, whatever letters and words there are."""
-    single = sorted(
-        {text for text in tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if _WORD.fullmatch(text)}
-    )
+    single = sorted({text for text in tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if _WORD.fullmatch(text)})
     return single if len(single) >= 64 else [" " + letter for letter in "abcdefghijklmnopqrstuvwxyz"] + single
 
 

@@ -26,9 +26,7 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(
-    url: str, folder: Path, engine: str | None = None, log: Path | None = None
-) -> Iterator[RunningServer]:
+def running_server(url: str, folder: Path, engine: str | None = None, log: Path | None = None) -> Iterator[RunningServer]:
     """Ask what it serves; it is left running. engine, log: the engine's name and what it printed, for its kernels.
 
     Raises UsageError where nothing answers, or the server offers no or several models and none is named like `folder`.
@@ -41,9 +39,7 @@ def running_server(
     named = [name for name in models if Path(name).name == folder.name]
     chosen = named[:1] or models
     if len(chosen) != 1:
-        raise UsageError(
-            f"{url} serves {', '.join(models) or 'no model'}: serve {folder.name} alone, or under that name"
-        )
+        raise UsageError(f"{url} serves {', '.join(models) or 'no model'}: serve {folder.name} alone, or under that name")
     yield RunningServer(root, chosen[0], _engine(root, folder, engine, log))
 
 

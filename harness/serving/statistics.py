@@ -95,7 +95,9 @@ def summarize(cell: Cell) -> CellSummary:
     aim = None if cell.drawn else cell.output_tokens
     short = sum(n < (1 - LENGTH_TOLERANCE) * aim for n in lengths) if aim else 0
     return CellSummary(
-        requests=counted, failed=failed, failure_share=failed / counted if counted else None,
+        requests=counted,
+        failed=failed,
+        failure_share=failed / counted if counted else None,
         invalid=_invalid(cell, requests, counted, failed),
         tokens_per_s=[tokens_per_s(repeat) for repeat in cell.repeats],
         ttft_ms=[_middle(repeat, "ttft_ms") for repeat in cell.repeats],
@@ -104,9 +106,12 @@ def summarize(cell: Cell) -> CellSummary:
         goodput={name: goodput(cell.repeats, *limits) for name, limits in SLO_PRESETS.items()},
         input_tokens=statistics.fmean(prompts) if prompts else _printed(cell, "input_tokens"),
         input_range=(min(prompts), max(prompts)) if prompts else None,
-        output_tokens=statistics.fmean(lengths) if lengths else _printed(cell, "output_tokens"), short=short,
-        cached_share=_cached_share(good), joules_per_token=_joules(cell.repeats), warnings=_warnings(cell, good, short),
-    )  # fmt: skip
+        output_tokens=statistics.fmean(lengths) if lengths else _printed(cell, "output_tokens"),
+        short=short,
+        cached_share=_cached_share(good),
+        joules_per_token=_joules(cell.repeats),
+        warnings=_warnings(cell, good, short),
+    )
 
 
 def _quantile(cell: Cell, good: list[Request], metric: str, q: float) -> Quantile:
@@ -185,9 +190,7 @@ def _invalid(cell: Cell, requests: list[Request], counted: int, failed: int) -> 
 
 def _printed(cell: Cell, metric: str) -> float | None:
     """Mean over repeats of what a tool printed that gave no single requests."""
-    found = [
-        mean for r in cell.repeats if not r.requests and (mean := r.printed.get(metric, {}).get("mean")) is not None
-    ]
+    found = [mean for r in cell.repeats if not r.requests and (mean := r.printed.get(metric, {}).get("mean")) is not None]
     return statistics.fmean(found) if found else None
 
 
@@ -222,6 +225,8 @@ def _warnings(cell: Cell, good: list[Request], short: int) -> list[str]:
     other = [n for n in prompts if n != cell.input_tokens] if cell.input_tokens and not cell.drawn else []
     if other:
         counts = f"{min(other)}" if len(set(other)) == 1 else f"{min(other)} to {max(other)}"
-        found.append(f"the server counted {counts} prompt tokens in {len(other)} of {len(prompts)} requests, {cell.input_tokens} "
-                     "were sent: it adds some (a chat template, a second BOS) or another tokenizer counts")  # fmt: skip
+        found.append(
+            f"the server counted {counts} prompt tokens in {len(other)} of {len(prompts)} requests, {cell.input_tokens} "
+            "were sent: it adds some (a chat template, a second BOS) or another tokenizer counts"
+        )
     return found

@@ -113,12 +113,18 @@ def measure_serving(
                 place += 1
     overhead = [bench.overhead(concurrency) for concurrency in sorted(set(plan.concurrency))]
     return {
-        arm: (ServingData(
-            driver=driver.name, endpoint=plan.endpoint, order=[name for _, name in order], overhead=overhead,
-            cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)],
-        ), engines[arm])
+        arm: (
+            ServingData(
+                driver=driver.name,
+                endpoint=plan.endpoint,
+                order=[name for _, name in order],
+                overhead=overhead,
+                cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)],
+            ),
+            engines[arm],
+        )
         for arm, cells in found.items()
-    }  # fmt: skip
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +141,9 @@ class _Bench:
         count = self.plan.count(concurrency)
         warm = min(concurrency, count)
         texts = random_prompts(self.tokenizer, warm + count, input_tokens, [self.plan.seed, turn, cell])
-        load = Load(wire.base_url, model, self.folder, texts[:warm], min(output_tokens, WARM_UP_TOKENS), concurrency,
-                    self.plan.endpoint)  # fmt: skip
+        load = Load(
+            wire.base_url, model, self.folder, texts[:warm], min(output_tokens, WARM_UP_TOKENS), concurrency, self.plan.endpoint
+        )
         self.driver.run(load)
         repeat(observe(wire.take()), seen)
         with EnergyMeter() as meter:
@@ -154,14 +161,10 @@ class _Bench:
         _, input_tokens, output_tokens = self.plan.cells()[0]
         texts = random_prompts(self.tokenizer, self.plan.count(concurrency), input_tokens, [self.plan.seed, "overhead"])
         with _instant_server() as url, tap(url) as wire:
-            self.driver.run(
-                Load(wire.base_url, MODEL, self.folder, texts, output_tokens, concurrency, self.plan.endpoint)
-            )
+            self.driver.run(Load(wire.base_url, MODEL, self.folder, texts, output_tokens, concurrency, self.plan.endpoint))
             measured = repeat(observe(wire.take()), set())
         summary = summarize(Cell(concurrency, input_tokens, output_tokens, [measured]))
-        return Overhead(
-            concurrency, summary.ttft_ms[0], summary.tpot_ms[0], tokens_per_s(measured), len(measured.requests)
-        )
+        return Overhead(concurrency, summary.ttft_ms[0], summary.tpot_ms[0], tokens_per_s(measured), len(measured.requests))
 
 
 @contextlib.contextmanager

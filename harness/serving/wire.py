@@ -100,9 +100,7 @@ def exchanges(connection: Connection) -> list[Exchange]:
     """The requests of one connection with their answers, in order."""
     asked = list(_messages(connection.sent.data, is_request=True))
     answered = [m for m in _messages(connection.received.data, is_request=False) if m.status // 100 != 1]
-    return [
-        _exchange(connection, request, answered[i] if i < len(answered) else None) for i, request in enumerate(asked)
-    ]
+    return [_exchange(connection, request, answered[i] if i < len(answered) else None) for i, request in enumerate(asked)]
 
 
 def _exchange(connection: Connection, request: _Message, answer: _Message | None) -> Exchange:
@@ -116,10 +114,16 @@ def _exchange(connection: Connection, request: _Message, answer: _Message | None
         end = connection.ended_s
     streamed = "event-stream" in answer.headers.get("content-type", "")
     return Exchange(
-        method, path, _json(request.body), start, end, answer.status, answer.whole,
+        method,
+        path,
+        _json(request.body),
+        start,
+        end,
+        answer.status,
+        answer.whole,
         list(_events(answer, connection.received)) if streamed else [],
         "" if streamed else answer.body.decode("utf-8", "replace"),
-    )  # fmt: skip
+    )
 
 
 def _messages(data: bytes, *, is_request: bool) -> Iterator[_Message]:

@@ -74,9 +74,7 @@ def mean_interval(scores: Floats, cluster: Ints) -> Interval:
     return Interval(max(0.0, middle - half), min(1.0, middle + half), groups, method, few_clusters(groups))
 
 
-def paired_ratio_interval(
-    top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0, level: float = LEVEL
-) -> Interval:
+def paired_ratio_interval(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0, level: float = LEVEL) -> Interval:
     """Interval of (mean(top) - chance) / (mean(bottom) - chance), scores of the same items [n]; bottom above chance.
 
     level: how sure each of the two limits is, 0.975 for a 95 % interval.

@@ -13,17 +13,7 @@ import math
 
 import numpy as np
 
-from harness.statistics.intervals import (
-    LEVEL,
-    Floats,
-    Interval,
-    Ints,
-    Z,
-    cluster_count,
-    cluster_totals,
-    few_clusters,
-    student_t,
-)
+from harness.statistics.intervals import LEVEL, Floats, Interval, Ints, Z, cluster_count, cluster_totals, few_clusters, student_t
 
 RESAMPLES = 4000
 SEED = 20_25

@@ -108,9 +108,7 @@ class Arm:
                 if scale.numel() != 1 or not (torch.isfinite(1 / scale.float()) and scale > 0):
                     raise ArtifactError(f"input scale of {module} is {scale.tolist()}: calibrate again on other text")
             if len({float(scale) for scale in scales.values() if scale is not None}) > 1:
-                raise ArtifactError(
-                    f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again"
-                )
+                raise ArtifactError(f"input scales of {', '.join(group)} differ, but engines fuse them: calibrate again")
 
     def require_kv_scales(self) -> None:
         """Raises ArtifactError where the KV cache is calibrated and a k_proj of the source has no usable pair of scales."""
@@ -163,9 +161,7 @@ class Arm:
                 decided = nvfp4.QuantizedTensor(codes[0], codes[1], global_scale) if codes else None
                 found[module] = nvfp4.FrozenScales(block_scale, global_scale, decided)
                 if not _usable(found[module], shape):
-                    raise ArtifactError(
-                        f"the frozen scales of {module} in {self.folder} are no scales: make the PTQ arm again"
-                    )
+                    raise ArtifactError(f"the frozen scales of {module} in {self.folder} are no scales: make the PTQ arm again")
         if len({float(scales.global_scale) for scales in found.values()}) > 1:
             raise ArtifactError(
                 f"frozen global scales of {', '.join(found)} differ, but engines fuse them: make the PTQ arm again"
@@ -222,9 +218,7 @@ def write_arm(
     if decided:
         facts = {"rounding": GPTQ, **facts}
     described = {"path": str(source.folder), "digest": source.digest, "name": source.display_name}
-    (folder / "arm.json").write_text(
-        json.dumps({"name": name, "source": described, "scales": scales, **facts}, indent=1) + "\n"
-    )
+    (folder / "arm.json").write_text(json.dumps({"name": name, "source": described, "scales": scales, **facts}, indent=1) + "\n")
     if selection is not None:
         (folder / "selection.json").write_text(json.dumps(selection.to_json(), indent=1) + "\n")
     if input_scales or kv_scales:

@@ -51,21 +51,12 @@ def reference_of(folder: Checkpoint, teacher: Checkpoint, other: bool) -> tuple[
     unlike = [name for name in _ALIKE if folder.config.get(name) != teacher.config.get(name)]
     if own == teacher.digest:
         if other:
-            raise UsageError(
-                f"--other-teacher: {teacher.folder} is the original of {folder.folder}: leave the option out"
-            )
+            raise UsageError(f"--other-teacher: {teacher.folder} is the original of {folder.folder}: leave the option out")
         return None, ""
     if own is None and not unlike and not other:
-        return (
-            None,
-            f"nothing tells which model {folder.folder} was made from: {teacher.folder} is taken for its original",
-        )
+        return (None, f"nothing tells which model {folder.folder} was made from: {teacher.folder} is taken for its original")
     if not other:
-        why = (
-            f"their {unlike[0]} differ"
-            if own is None
-            else f"it was made from {own[:12]}, that is {teacher.digest[:12]}"
-        )
+        why = f"their {unlike[0]} differ" if own is None else f"it was made from {own[:12]}, that is {teacher.digest[:12]}"
         why = "it is a BF16 model itself" if unquantized else why
         raise UsageError(
             f"{teacher.folder} is not the original of {folder.folder} ({why}): give the original, or add --other-teacher to "

@@ -211,9 +211,7 @@ def _require_match(pattern: str, names: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
     hint = f"; nearest is {near[0]!r}" if near else ""
-    raise UsageError(
-        f"pattern {pattern!r} matches no module{hint}. Patterns are globs on full names, such as '*.mlp.*'"
-    )
+    raise UsageError(f"pattern {pattern!r} matches no module{hint}. Patterns are globs on full names, such as '*.mlp.*'")
 
 
 def _require_whole_groups(rules: Family, modules: dict[str, tuple[int, int]], excluded: dict[str, str]) -> None:
@@ -250,9 +248,7 @@ def describe(selection: Selection) -> list[str]:
         parameters = sum(n * k for n, k in modules.values())
         counts = ", ".join(f"{leaf} {count}" for leaf, count in leaves.items())
         groups = len(selection.rules.scale_groups(modules))
-        lines.append(
-            f"{format}: {len(modules)} Linears, {parameters / 1e6:,.1f} M weights in {groups} scale groups ({counts})"
-        )
+        lines.append(f"{format}: {len(modules)} Linears, {parameters / 1e6:,.1f} M weights in {groups} scale groups ({counts})")
     reasons: dict[str, list[str]] = {}
     for name, reason in selection.excluded.items():
         reasons.setdefault(reason, []).append(name)

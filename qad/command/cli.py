@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from qad import __version__
-from qad.command import arguments, folders
+from qad.command import arguments, folders, measure_options
 from qad.command import measure as measure_command
 from qad.command.places import decide, models, require_arm_place
 from qad.command.stopped import exit_code, stoppable
@@ -66,9 +66,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qad", description="From a BF16 language model to a signed-off NVFP4 deployment."
-    )
+    parser = argparse.ArgumentParser(prog="qad", description="From a BF16 language model to a signed-off NVFP4 deployment.")
     parser.add_argument("--version", action="version", version=f"nvfp4-qad {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -80,9 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--redo", action="store_true", help="make trained arms again that the recipe would make otherwise")
 
     sub = _command(commands, "init", _init, "write a commented recipe to begin with")
-    sub.add_argument(
-        "--model", type=arguments.text, required=True, metavar="DIR", help="BF16 folder, or owner/name on the hub"
-    )
+    sub.add_argument("--model", type=arguments.text, required=True, metavar="DIR", help="BF16 folder, or owner/name on the hub")
     sub.add_argument(
         "--data", type=arguments.path, required=True, metavar="FILE", help="text or JSONL, in the model's own domain"
     )
@@ -95,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe(sub)
 
     sub = _command(commands, "keys", _keys, "list the keys of a recipe: type, default, meaning")
-    sub.add_argument(
-        "section", nargs="?", default="", metavar="SECTION", help="such as train, measure.fidelity or data"
-    )
+    sub.add_argument("section", nargs="?", default="", metavar="SECTION", help="such as train, measure.fidelity or data")
 
     sub = _command(commands, "ptq", _ptq, "make the PTQ arm: calibrate, no training")
     _recipe(sub)
@@ -107,10 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe(sub)
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
     sub.add_argument(
-        "--ptq",
-        type=arguments.path,
-        metavar="ARM_DIR",
-        help="PTQ arm to start from (default: DIR/../ptq, made if absent)",
+        "--ptq", type=arguments.path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)"
     )
 
     sub = _command(commands, "export", folders.export, "write an arm as an NVFP4 checkpoint that engines load")
@@ -132,27 +123,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
-    sub = _command(
-        commands, "check", folders.check_folder, "refuse a broken NVFP4 checkpoint before an engine serves it"
-    )
+    sub = _command(commands, "check", folders.check_folder, "refuse a broken NVFP4 checkpoint before an engine serves it")
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint folder")
-    sub.add_argument(
-        "--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights"
-    )
-    sub.add_argument(
-        "--tp", type=arguments.count, default=1, metavar="N", help="planned tensor parallelism (default: 1)"
-    )
+    sub.add_argument("--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights")
+    sub.add_argument("--tp", type=arguments.count, default=1, metavar="N", help="planned tensor parallelism (default: 1)")
     sub.add_argument("--engine", choices=["vllm", "trtllm", "all"], default="all", help="whose rules (default: all)")
     sub.add_argument("--strict", action="store_true", help="warnings count as errors")
-    sub.add_argument("--fix", type=arguments.path, metavar="OUT",
-                     help="write a repaired copy where nothing is lost by it, and check that; what needs quantizing again "
-                     "is exported from --source")  # fmt: skip
+    sub.add_argument(
+        "--fix",
+        type=arguments.path,
+        metavar="OUT",
+        help="write a repaired copy where nothing is lost by it, and check that; what needs quantizing again "
+        "is exported from --source",
+    )
     sub.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
     sub = _command(commands, "validate", _validate, "check, measure and judge folders that any tool made: one report")
     sub.add_argument("folders", nargs="+", metavar="NAME=DIR", help="bf16=DIR, the original, and quantized folders")
     sub.add_argument("--out", type=arguments.path, required=True, metavar="RUN", help="folder for records and report")
-    measure_command.add_validation(sub)
+    measure_options.validation(sub)
     _policy(sub)
     _trust(sub)
 
@@ -164,21 +153,26 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--python", metavar="PATH", help="vLLM's Python (default: QAD_VLLM_PYTHON, then .venv-vllm)")
 
     sub = _command(commands, "compare", _compare, "compare measured or imported arms, baseline first")
-    sub.add_argument("arms", nargs="+", metavar="[NAME=]ARM",
-                     help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo "
-                     "Evaluator; baseline first")  # fmt: skip
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
-    sub.add_argument("--noise-floor", type=arguments.path, nargs="+", default=[], metavar="CONTROL",
-                     help="controls made by qad measure --noise-floor: how far apart two measurements are")  # fmt: skip
     sub.add_argument(
-        "--margin", type=arguments.share, default=0.01, help="share of a score that may be lost (default: 0.01)"
+        "arms",
+        nargs="+",
+        metavar="[NAME=]ARM",
+        help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo Evaluator; baseline first",
     )
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
+    sub.add_argument(
+        "--noise-floor",
+        type=arguments.path,
+        nargs="+",
+        default=[],
+        metavar="CONTROL",
+        help="controls made by qad measure --noise-floor: how far apart two measurements are",
+    )
+    sub.add_argument("--margin", type=arguments.share, default=0.01, help="share of a score that may be lost (default: 0.01)")
     _policy(sub)
 
     sub = _command(commands, "gate", _gate, "hold results against a policy: pass, fail or inconclusive")
-    sub.add_argument(
-        "results", type=arguments.path, metavar="RESULTS", help="run folder, comparison folder or report.json"
-    )
+    sub.add_argument("results", type=arguments.path, metavar="RESULTS", help="run folder, comparison folder or report.json")
     _policy(sub)
     sub.add_argument("--arm", help="arm to judge (default: qad, else ptq)")
     sub.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
@@ -188,18 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     _policy(sub)
 
     sub = _command(commands, "show", _show, "say what a folder of this tool is, holds, and what comes next")
-    sub.add_argument(
-        "folder",
-        type=arguments.path,
-        metavar="DIR",
-        help="run, arm, checkpoint or comparison",
-    )
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="run, arm, checkpoint or comparison")
     return parser
 
 
-def _command(
-    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(command=function)
     return parser
@@ -207,24 +194,34 @@ def _command(
 
 def _recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe",
-        type=arguments.text,
-        metavar="RECIPE",
-        help="YAML file, or the name of a shipped recipe such as smollm2-135m",
+        "recipe", type=arguments.text, metavar="RECIPE", help="YAML file, or the name of a shipped recipe such as smollm2-135m"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override one key, such as train.lr=1e-5; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key, such as train.lr=1e-5; may be repeated",
+    )
     _trust(parser)
 
 
 def _trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust-remote-code", action="store_true",
-                        help="run the *.py files that a model folder brings along; never run without it")  # fmt: skip
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the *.py files that a model folder brings along; never run without it",
+    )
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default="drop-1pct", metavar="FILE",
-                        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)")  # fmt: skip
+    parser.add_argument(
+        "--policy",
+        default="drop-1pct",
+        metavar="FILE",
+        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)",
+    )
 
 
 # --- commands ---
@@ -320,9 +317,7 @@ def _train(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from qad.command.compare import compare_arms
 
-    artifact, text = compare_arms(
-        args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor
-    )
+    artifact, text = compare_arms(args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor)
     say(f"{text}\n\ncomparison: {artifact.path}")
     return 0
 

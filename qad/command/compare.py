@@ -55,9 +55,7 @@ def compare_arms(
     require_place(out, _KIND, replace=True)
     arms = read_arms(arguments)
     if not noise_floor and len({record.arm for record in arms}) < 2:
-        raise UsageError(
-            f"{arms[0].arm} is the only arm: give another one to compare with it, or its controls (--noise-floor)"
-        )
+        raise UsageError(f"{arms[0].arm} is the only arm: give another one to compare with it, or its controls (--noise-floor)")
     read = [*arms, *_controls(noise_floor)]
     comparison = compare(read, margin)
     records = [record for record in read if record.control is None]

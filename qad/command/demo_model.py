@@ -68,9 +68,7 @@ def _dequantize(gguf: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     gguf_reader.tqdm = lambda tensors, **_: tensors  # the one bar without a switch
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
     model.config._name_or_path = NAME
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

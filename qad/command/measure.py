@@ -8,20 +8,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.engines.registered import AUTOMATIC, ENGINES, HERE, NAMES
-from qad.command import arguments
+from harness.engines.registered import ENGINES, HERE
+from qad.command import measure_options as options
 from qad.errors import UsageError
 from qad.untrusted import mapping, regular_bytes, strict_json
-
-if TYPE_CHECKING:
-    pass
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
 _SERVED = " or ".join(ENGINES)
-_TOOLS = ["vllm", "sglang", "aiperf", "guidellm", "trtllm"]
 
 
 def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
@@ -34,176 +30,67 @@ def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
         for option in options:
             option(sub)
 
-    kind("memory", _memory, "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself",
-         _folder, _common, _engine, trust)  # fmt: skip
-    kind("fidelity", _here, "distance from the BF16 teacher's distribution", _folder, _common, _fidelity, _asked, trust)
-    kind("accuracy", _here, "benchmarks through lm-evaluation-harness", _folder, _common, _accuracy, _asked, trust)
-    kind("throughput", _throughput, "prefill and decode speed in this process; with --engine or --server a server's speed",
-         _folders, _common, _engine, _load, trust)  # fmt: skip
-    kind("trtllm-bench", _bench, "speed by TensorRT-LLM's own benchmark, without a server",
-         _folders, _out, _seed, _environment, _shape, _bench_options)  # fmt: skip
-    kind("parity", _parity, "whether an engine's log-probabilities are the torch reference's",
-         _folder, _common, _engine, _prompts, trust)  # fmt: skip
-    kind("import", _import, "a load tool's result file, converted to our definitions", _result)
-
-
-# --- options ---
-
-
-def _folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=arguments.path, metavar="HF_DIR", help="BF16 or NVFP4 checkpoint folder")
-
-
-def _folders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=arguments.path, nargs="+", metavar="HF_DIR", help="several with --engine: measured in turns"
+    kind(
+        "memory",
+        _memory,
+        "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself",
+        options.folder,
+        options.common,
+        options.engine,
+        trust,
     )
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    _out(parser)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute dtype")
-    _seed(parser)
-
-
-def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of samples, prompts and order (default: 0)")
-
-
-def _out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=arguments.path, required=True, metavar="FILE", help="JSON record; several folders: a folder"
+    kind(
+        "fidelity",
+        _here,
+        "distance from the BF16 teacher's distribution",
+        options.folder,
+        options.common,
+        options.fidelity,
+        options.asked,
+        trust,
     )
-    parser.add_argument(
-        "--arm", type=arguments.text, default="custom", help="name of the arm in reports (default: custom)"
+    kind(
+        "accuracy",
+        _here,
+        "benchmarks through lm-evaluation-harness",
+        options.folder,
+        options.common,
+        options.accuracy,
+        options.asked,
+        trust,
     )
-
-
-def _engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=NAMES, help="start this engine and ask it")
-    _environment(parser)
-
-
-def _environment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", metavar="PATH", help="the engine's Python (default: "
-                        f"{' or '.join(row.variable for row in ENGINES.values())}, then .venv-vllm)")  # fmt: skip
-    parser.add_argument(
-        "--max-model-len", type=arguments.count, metavar="TOKENS", help="longest sequence the engine is to serve"
+    kind(
+        "throughput",
+        _throughput,
+        "prefill and decode speed in this process; with --engine or --server a server's speed",
+        options.folders,
+        options.common,
+        options.engine,
+        options.load,
+        trust,
     )
-    parser.add_argument("--engine-option", action="append", default=[], metavar="ARG", dest="engine_options",
-                        help="one argument for the engine's own command line, as --engine-option=--enforce-eager; may be "
-                        "repeated")  # fmt: skip
-
-
-def _asked(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", type=arguments.text, metavar="URL",
-                        help="ask an OpenAI server that has loaded HF_DIR; of fidelity it can tell a bound")  # fmt: skip
-    parser.add_argument("--served-model", metavar="NAME", help="the server's name of it (default: its only one)")
-    parser.add_argument(
-        "--max-model-len", type=arguments.count, metavar="TOKENS", help="the server's context, where it does not tell"
+    kind(
+        "trtllm-bench",
+        _bench,
+        "speed by TensorRT-LLM's own benchmark, without a server",
+        options.folders,
+        options.out,
+        options.seed,
+        options.environment,
+        options.shape,
+        options.bench,
     )
-    parser.add_argument("--noise-floor", action="store_true", help="the arm's control instead: the same weights under "
-                        "another batch size, seed and attention kernel")  # fmt: skip
-
-
-def add_validation(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `qad validate`: what is measured of every folder."""
-    parser.add_argument("--measure", metavar="KINDS", help="of memory, fidelity, accuracy, throughput, separated by commas "
-                        "(default: the first three, and throughput where an engine computes natively)")  # fmt: skip
-    parser.add_argument("--engine", choices=AUTOMATIC, default="auto",
-                        help="serves the folders for memory and speed (default: vllm where it has a GPU)")  # fmt: skip
-    _accuracy(parser)
-    _test_text(parser)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto",
-                        help="compute dtype in this process (default: auto)")  # fmt: skip
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
-
-
-def _fidelity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--teacher", type=arguments.path, metavar="DIR", help="the BF16 original of HF_DIR (required)")
-    parser.add_argument("--other-teacher", action="store_true", help="--teacher is another model, on purpose: its records are "
-                        "compared with records of the same reference only")  # fmt: skip
-    _test_text(parser)
-    parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
-    parser.add_argument("--new-tokens", type=arguments.count, metavar="N", help="also write N tokens after the beginning of each "
-                        "document: first greedy difference, perplexity of the teacher's text")  # fmt: skip
-
-
-def _test_text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=arguments.text,
-        default="python-docs",
-        help="python-docs, or a text or JSONL file (its test split)",
+    kind(
+        "parity",
+        _parity,
+        "whether an engine's log-probabilities are the torch reference's",
+        options.folder,
+        options.common,
+        options.engine,
+        options.prompts,
+        trust,
     )
-    parser.add_argument("--tokens", type=arguments.count, default=8192, help="tokens of text (default: 8192)")
-    parser.add_argument(
-        "--seq-len", type=arguments.count, default=512, help="longest sequence, in tokens (default: 512)"
-    )
-
-
-def _accuracy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", metavar="NAME", help="a shipped suite or a YAML file (default: smoke)")
-    parser.add_argument("--suite-data", metavar="DIR", help="folder of the suite's data files")
-    parser.add_argument("--tasks", type=arguments.text, help="comma-separated task names, in place of a suite")
-    parser.add_argument("--limit", type=arguments.count, help="items per task")
-    parser.add_argument("--think-end", metavar="TEXT", help="what ends a reasoning model's thinking, as </think>")
-
-
-def _load(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", type=arguments.text, metavar="URL", help="a server that runs, http://HOST:PORT")
-    parser.add_argument(
-        "--server-log", type=arguments.path, metavar="FILE", help="what that server printed, to name its kernels"
-    )
-    _shape(parser)
-    parser.add_argument("--endpoint", choices=["completions", "chat"], help="default: completions")
-    parser.add_argument(
-        "--driver", choices=["guidellm", "vllm"], help="tool that makes the load (default: what is there)"
-    )
-    parser.add_argument("--driver-python", metavar="PATH", help="Python of the environment the load tool is in")
-    parser.add_argument("--ready-timeout", type=arguments.count, metavar="SECONDS",
-                        help="how long a started engine may take until it answers (default: 600)")  # fmt: skip
-
-
-def _shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--concurrency", type=arguments.counts, metavar="N,N", help="default: 1,4,16")
-    parser.add_argument("--isl", type=arguments.counts, metavar="N,N", help="input tokens (default: 128)")
-    parser.add_argument("--osl", type=arguments.counts, metavar="N,N", help="output tokens (default: 128)")
-    parser.add_argument("--repeats", type=arguments.count, help="runs of every cell (default: 3)")
-    parser.add_argument(
-        "--requests", type=arguments.count, help="requests a run (default: 4 x concurrency, at least 16)"
-    )
-
-
-def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=["throughput", "latency"], default="throughput",
-                        help="latency: one request at a time, printed statistics alone (default: throughput)")  # fmt: skip
-    parser.add_argument("--timeout", type=arguments.count, default=3600, metavar="SECONDS",
-                        help="how long one run may take (default: 3600)")  # fmt: skip
-
-
-def _prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--new-tokens", type=arguments.count, default=32, help="tokens to generate per prompt (default: 32)"
-    )
-    parser.add_argument(
-        "--long-tokens", type=arguments.unsigned, default=0, help="length of one more prompt (default: none)"
-    )
-    parser.add_argument("--compile", action="store_true", help="let the engine compile the model")
-
-
-def _result(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=arguments.path, metavar="FILE", help="result file of a load tool")
-    _out(parser)
-    parser.add_argument(
-        "--from", dest="tool", choices=_TOOLS, help="tool that wrote it (default: told from its contents)"
-    )
-    parser.add_argument(
-        "--concurrency", type=arguments.count, metavar="N", help="its load, where the file does not say"
-    )
-
-
-# --- kinds ---
+    kind("import", _import, "a load tool's result file, converted to our definitions", options.result)
 
 
 def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.Namespace, say: _Say) -> int:
@@ -248,8 +135,18 @@ def _require_unused(args: argparse.Namespace, names: Sequence[str], remedy: str)
 
 
 _OF_ENGINE = ("python", "max_model_len", "engine_options")
-_OF_LOAD = ("server_log", "concurrency", "isl", "osl", "repeats", "requests", "endpoint", "driver", "driver_python",
-            "ready_timeout")  # fmt: skip
+_OF_LOAD = (
+    "server_log",
+    "concurrency",
+    "isl",
+    "osl",
+    "repeats",
+    "requests",
+    "endpoint",
+    "driver",
+    "driver_python",
+    "ready_timeout",
+)
 
 
 def _memory(args: argparse.Namespace, say: _Say) -> int:
@@ -325,10 +222,27 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
             args, ("python", "engine_options", "ready_timeout"), "is of an engine that is started: leave out --server"
         )
     _require_log(args)
-    plan = Plan(args.concurrency or [1, 4, 16], args.isl or [128], args.osl or [128], args.repeats or 3, args.requests,
-                args.endpoint or "completions", args.seed)  # fmt: skip
-    serving = Serving(args.engine, args.python, args.dtype, args.max_model_len, tuple(args.engine_options), args.server,
-                      args.server_log, args.driver, args.driver_python, float(args.ready_timeout or 600))  # fmt: skip
+    plan = Plan(
+        args.concurrency or [1, 4, 16],
+        args.isl or [128],
+        args.osl or [128],
+        args.repeats or 3,
+        args.requests,
+        args.endpoint or "completions",
+        args.seed,
+    )
+    serving = Serving(
+        args.engine,
+        args.python,
+        args.dtype,
+        args.max_model_len,
+        tuple(args.engine_options),
+        args.server,
+        args.server_log,
+        args.driver,
+        args.driver_python,
+        float(args.ready_timeout or 600),
+    )
     return measure_served(args.folder, _arms(args), args.out, plan, serving, say)
 
 
@@ -340,8 +254,9 @@ def _bench(args: argparse.Namespace, say: _Say) -> int:
 
     concurrency = args.concurrency or ([1] if args.mode == "latency" else [1, 4, 16])
     plan = Plan(concurrency, args.isl or [128], args.osl or [128], args.repeats or 3, args.requests, seed=args.seed)
-    offline = Offline(engine_python("trtllm", args.python), args.mode, args.max_model_len, tuple(args.engine_options),
-                      float(args.timeout))  # fmt: skip
+    offline = Offline(
+        engine_python("trtllm", args.python), args.mode, args.max_model_len, tuple(args.engine_options), float(args.timeout)
+    )
     return measure_benched(args.folder, _arms(args), args.out, plan, offline, say)
 
 
@@ -366,28 +281,39 @@ def _parity(args: argparse.Namespace, say: _Say) -> int:
         args, ("max_model_len", "engine_options"), "is not parity's to give: it starts the engine as it has to be asked"
     )
     if args.new_tokens < 1 or args.long_tokens < 0:
-        raise UsageError(
-            f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more"
-        )
+        raise UsageError(f"--new-tokens {args.new_tokens} --long-tokens {args.long_tokens}: expected 1 or more, 0 or more")
     data = measure_parity(
-        args.folder, args.out, engine=args.engine or "vllm", python=args.python, arm=args.arm, dtype=args.dtype,
-        new_tokens=args.new_tokens, long_tokens=args.long_tokens, eager=not args.compile,
+        args.folder,
+        args.out,
+        engine=args.engine or "vllm",
+        python=args.python,
+        arm=args.arm,
+        dtype=args.dtype,
+        new_tokens=args.new_tokens,
+        long_tokens=args.long_tokens,
+        eager=not args.compile,
         convert=lambda folder, place: convert(folder, "modelopt", place).path,
-    )  # fmt: skip
+    )
     for line in data.failures:
         say(f"parity: {line}")
     equal, generated = sum(p.tokens_equal for p in data.prompts), sum(p.output_tokens for p in data.prompts)
     agree = sum(p.max_difference is not None and p.max_difference <= data.tolerance for p in data.prompts)
-    say(f"parity {'holds' if data.holds else 'fails'}: {agree} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
-        f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone")  # fmt: skip
+    say(
+        f"parity {'holds' if data.holds else 'fails'}: {agree} of {len(data.prompts)} prompts agree within {data.tolerance:g} "
+        f"nats, {equal} of {generated} greedy tokens equal, {len(data.layers)} layers alone"
+    )
     tied = [p for p in data.prompts if p.ties is not None]
     if tied:
         untied = max(p.untied_difference or 0.0 for p in tied)
-        say(f"  {sum(p.ties or 0 for p in tied)} blocks of activations lay on the edge between two codes and were decided as the "
-            f"engine did; without that, log-probabilities part by up to {untied:.2g} nats")  # fmt: skip
+        say(
+            f"  {sum(p.ties or 0 for p in tied)} blocks of activations lay on the edge between two codes and were decided as the "
+            f"engine did; without that, log-probabilities part by up to {untied:.2g} nats"
+        )
     for p in data.prompts:
         if p.floor_kl is not None:
-            say(f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
-                f"the reference against itself in a finer dtype {p.floor_kl:.2g}")  # fmt: skip
+            say(
+                f"  rounding parts {p.input_tokens} + {p.output_tokens} tokens: mean KL {p.mean_kl or float('nan'):.2g} nats, "
+                f"the reference against itself in a finer dtype {p.floor_kl:.2g}"
+            )
     say(f"record: {args.out}")
     return 0 if data.holds else 1

@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
 _WRITTEN = ("out", "fix")
 # Arguments that are read -> what a message calls them.
-_READ = {"folder": "checkpoint", "arm": "arm", "source": "arm", "teacher": "teacher", "ptq": "PTQ arm",
-         "arms": "measurement", "folders": "folder",
-         "noise_floor": "measurement", "suite_data": "suite's data", "file": "result file", "server_log": "log"}  # fmt: skip
+_READ = {
+    "folder": "checkpoint",
+    "arm": "arm",
+    "source": "arm",
+    "teacher": "teacher",
+    "ptq": "PTQ arm",
+    "arms": "measurement",
+    "folders": "folder",
+    "noise_floor": "measurement",
+    "suite_data": "suite's data",
+    "file": "result file",
+    "server_log": "log",
+}
 _NAMED = ("arms", "folders")  # [NAME=]PATH
 
 

@@ -97,13 +97,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
 
 
 def _run(
-    job: Job,
-    out: Path,
-    say: Callable[[str], None],
-    tracker: Tracker,
-    clock: Stopwatch,
-    kinds: Sequence[str],
-    redo: bool,
+    job: Job, out: Path, say: Callable[[str], None], tracker: Tracker, clock: Stopwatch, kinds: Sequence[str], redo: bool
 ) -> Path:
     recipe, started = job.recipe, now()
 
@@ -122,10 +116,18 @@ def _run(
         made(ptq_arm(job, arms / "ptq", replace=True))
     for method in recipe.methods:
         with clock(f"arm {method} (train)"):
-            made(trained_arm(
-                job, method, arms / "ptq", arms / method, out / _log(method), out / "teacher_cache", replace=redo,
-                watch=functools.partial(tracker.log, method),
-            ))  # fmt: skip
+            made(
+                trained_arm(
+                    job,
+                    method,
+                    arms / "ptq",
+                    arms / method,
+                    out / _log(method),
+                    out / "teacher_cache",
+                    replace=redo,
+                    watch=functools.partial(tracker.log, method),
+                )
+            )
     for name in ("ptq", *recipe.methods):
         with clock(f"export {name}"):
             made(export(job, arms / name, exports / name, say))
@@ -164,9 +166,7 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     rules = load_policy(policy)
     every = load_records(out)
     if not every:
-        raise ArtifactError(
-            f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`"
-        )
+        raise ArtifactError(f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`")
     require_own(out)
     comparison = compare(every)
     records = [record for record in every if record.control is None]

@@ -29,17 +29,13 @@ def _run(folder: Path) -> str:
     try:
         recipe = mapping(read_yaml(folder / RECIPE))
     except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{folder / RECIPE} cannot be read ({error}): run the recipe again with --out {folder}"
-        ) from error
+        raise ArtifactError(f"{folder / RECIPE} cannot be read ({error}): run the recipe again with --out {folder}") from error
     train = recipe.get("train")
     method = mapping(train).get("method", "qad")
     methods = [] if train is None else [method] if isinstance(method, str) else [*method]
     validated = mapping(recipe.get("arms"))
     arms = [*validated] or ["bf16", "ptq", *methods]
-    lines = [
-        f"{'validation' if validated else 'run'} of {clean(str(recipe.get('model') or validated.get('bf16')), 200)}"
-    ]
+    lines = [f"{'validation' if validated else 'run'} of {clean(str(recipe.get('model') or validated.get('bf16')), 200)}"]
     missing: list[str] = []
     for arm in arms:
         parts = [] if validated else [_stage("arm", folder / "arms" / arm, missing)]
@@ -69,9 +65,7 @@ def _records(folder: Path, measure: dict[str, Any], missing: list[str]) -> str:
     kinds = {path.stem for path in folder.glob("*.json")}
     asked = [kind for kind in ("memory", "fidelity", "accuracy", "throughput") if measure.get(kind)]
     missing += [
-        f"{folder.name} {kind}"
-        for kind in asked
-        if kind not in kinds and not (kind == "throughput" and "serving" in kinds)
+        f"{folder.name} {kind}" for kind in asked if kind not in kinds and not (kind == "throughput" and "serving" in kinds)
     ]
     return f"measured: {', '.join(sorted(kinds)) or 'nothing yet'}"
 

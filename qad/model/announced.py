@@ -19,16 +19,28 @@ from qad.untrusted import clean, mapping
 _ANY = ("any",)  # whatever its value, nothing else is computed; or other rules read it
 _E4M3 = ("torch.float8_e4m3fn", "float8_e4m3fn")
 _TOP = (
-    "quant_method", "quant_algo", "ignore", "exclude_modules", "config_groups", "quantized_layers", "group_size", "producer",
-    "kv_cache_scheme", "kv_cache_quant_algo", "format", "quantization_status", "global_compression_ratio", "version",
-)  # fmt: skip
+    "quant_method",
+    "quant_algo",
+    "ignore",
+    "exclude_modules",
+    "config_groups",
+    "quantized_layers",
+    "group_size",
+    "producer",
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "format",
+    "quantization_status",
+    "global_compression_ratio",
+    "version",
+)
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _NUMBERS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "observer", "observer_kwargs"), _ANY),
     "zp_dtype": _ANY,  # of a zero point, which symmetric numbers have none of
     "scale_dtype": _E4M3,
     "actorder": ("weight", "static"),  # columns that are stored in their own order
-}  # fmt: skip
+}
 
 
 def not_computed(*blocks: Mapping[str, Any] | None) -> list[str]:
@@ -49,15 +61,11 @@ def _of_block(block: Mapping[str, Any]) -> Iterator[str]:
         dense = key == "sparsity_config" and mapping(value).get("format") == "dense"
         if key not in _TOP and _asks(value) and not dense:
             yield clean(key)
-    refuses = (
-        block.get("quant_method") == "compressed-tensors"
-    )  # the library itself: an unknown key of a group is an error
+    refuses = block.get("quant_method") == "compressed-tensors"  # the library itself: an unknown key of a group is an error
     for name, group in mapping(block.get("config_groups")).items():
         at = f"config_groups.{clean(name)}"
         if not refuses:
-            yield from (
-                f"{at}.{clean(key)}" for key, value in mapping(group).items() if key not in _GROUP and _asks(value)
-            )
+            yield from (f"{at}.{clean(key)}" for key, value in mapping(group).items() if key not in _GROUP and _asks(value))
         if refuses and per_token(mapping(group)):
             yield f"{at}.input_activations.dynamic"
         for what in ("weights", "input_activations"):

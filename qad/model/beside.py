@@ -14,17 +14,29 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz",
-           ".npy", ".ot", ".tflite", ".mlmodel", ".llamafile", ".engine", ".distcp")  # fmt: skip
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".npz",
+    ".npy",
+    ".ot",
+    ".tflite",
+    ".mlmodel",
+    ".llamafile",
+    ".engine",
+    ".distcp",
+)
 _INDEX = ".index.json"  # of sharded weights
-_TOOLS = (
-    ".git",
-    ".cache",
-    ".huggingface",
-    "__pycache__",
-    ".DS_Store",
-    ".ipynb_checkpoints",
-)  # what tools keep for themselves
+_TOOLS = (".git", ".cache", ".huggingface", "__pycache__", ".DS_Store", ".ipynb_checkpoints")  # what tools keep for themselves
 _LARGEST = 100_000_000  # bytes of a file that is no weights
 _MOST = 1_000  # files of a folder
 

@@ -119,9 +119,7 @@ def _split(fused: Any, names: tuple[str, str, str]) -> Experts:
     inner = down_EHI.shape[2]
     weights = ((half[:inner], half[inner:], down) for half, down in zip(halves_E2IH, down_EHI, strict=True))
     gating = fused._apply_gate
-    experts = [
-        Expert({name: _linear(weight) for name, weight in zip(names, parts, strict=True)}, gating) for parts in weights
-    ]
+    experts = [Expert({name: _linear(weight) for name, weight in zip(names, parts, strict=True)}, gating) for parts in weights]
     for name in [*dict(fused.named_parameters(recurse=False))]:  # the bound gating keeps the module
         delattr(fused, name)
     return Experts(experts, fused)

@@ -31,12 +31,19 @@ _NEVER = {
     "shared_expert_gate": "router",
 }
 _TOWERS = (
-    "vision_tower", "visual", "vision_model", "vision_encoder", "vision_embed_tokens", "embed_vision", "multi_modal_projector",
-    "connector", "audio_tower", "embed_audio", "mtp",
-)  # fmt: skip
-_ABSORBED = (
-    "engines send an identity through it to absorb it into attention, which quantized inputs would distort (MLA)"
+    "vision_tower",
+    "visual",
+    "vision_model",
+    "vision_encoder",
+    "vision_embed_tokens",
+    "embed_vision",
+    "multi_modal_projector",
+    "connector",
+    "audio_tower",
+    "embed_audio",
+    "mtp",
 )
+_ABSORBED = "engines send an identity through it to absorb it into attention, which quantized inputs would distort (MLA)"
 _MAMBA1 = "inside a Mamba-1 mixer, which engines build unquantized"
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
@@ -81,8 +88,11 @@ class Family:
         where several fused modules have a member of this name, they tell which (None: the largest)."""
         parent, _, leaf = module.rpartition(".")
         prefix = f"{parent}." if parent else ""
-        fitting = [(len(leaves), fused) for fused, leaves in self.fused if leaf in leaves and (
-            modules is None or all(prefix + other in modules for other in leaves))]  # fmt: skip
+        fitting = [
+            (len(leaves), fused)
+            for fused, leaves in self.fused
+            if leaf in leaves and (modules is None or all(prefix + other in modules for other in leaves))
+        ]
         fitting = fitting or [(len(leaves), fused) for fused, leaves in self.fused if leaf in leaves]
         return prefix + max(fitting)[1] if fitting else module
 
@@ -159,22 +169,59 @@ ROWS = (
     Family(("inkling_text", "inkling_mm_model"), fused=(*_FUSED, ("qkvr", ("wq_du", "wk_dv", "wv_dv", "wr_du")))),
     Family(("hy_v4",), fused=(*_FUSED, ("wk_weights_proj", ("wk", "weights_proj")))),
     Family(("deepseek_v4",), fused=(*_QKV, ("gate_up_proj", ("w1", "w3")), ("fused_wqa_wkv", ("wq_a", "wkv")))),
-    Family(("molmo2",), fused=(("merged_qkv", ("wq", "wk", "wv")), ("merged_kv", ("k_proj", "v_proj")),
-                               ("merged_linear", ("gate_proj", "up_proj")))),
-    Family(("qwen4_exp", "qwen4_exp_text"), never={**_NEVER, **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _INDEXED)},
-           fused=(*_DELTA, ("kv_proj", ("key_proj", "value_proj")),
-                  ("input_mix_weight_down_block_inject",
-                   ("input_mix_weight_down", "block_inject_weight", "_input_mix_padding")))),
+    Family(
+        ("molmo2",),
+        fused=(
+            ("merged_qkv", ("wq", "wk", "wv")),
+            ("merged_kv", ("k_proj", "v_proj")),
+            ("merged_linear", ("gate_proj", "up_proj")),
+        ),
+    ),
+    Family(
+        ("qwen4_exp", "qwen4_exp_text"),
+        never={**_NEVER, **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _INDEXED)},
+        fused=(
+            *_DELTA,
+            ("kv_proj", ("key_proj", "value_proj")),
+            ("input_mix_weight_down_block_inject", ("input_mix_weight_down", "block_inject_weight", "_input_mix_padding")),
+        ),
+    ),
     Family(("exaone",), fused=(*_FUSED, ("gate_up_proj", ("c_fc_0", "c_fc_1"))), row_parallel=("out_proj", "c_proj")),
     Family(("phi",), row_parallel=("dense", "fc2")),
     Family(("gpt2", "gpt_bigcode", "starcoder2"), row_parallel=("o_proj", "c_proj")),
-)  # fmt: skip
+)
 # Walked the whole way by `make families`: a row on docs/reference/families.md that is whole.
-TRIED = frozenset((
-    "bamba", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe", "gpt_neox", "granite",
-    "granitemoehybrid", "jamba", "lfm2", "llama", "mistral", "mistral3", "mixtral", "nemotron_h", "olmo2", "phi3",
-    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_vl", "smollm3", "smolvlm",
-))  # fmt: skip
+TRIED = frozenset(
+    (
+        "bamba",
+        "deepseek_v3",
+        "falcon_h1",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "granite",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "llama",
+        "mistral",
+        "mistral3",
+        "mixtral",
+        "nemotron_h",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_vl",
+        "smollm3",
+        "smolvlm",
+    )
+)
 _BY_TYPE = {name: row for row in ROWS for name in row.model_types}
 
 

@@ -51,10 +51,6 @@ def require_positions(model: Any, folder: Path, asked: Mapping[str, int]) -> Non
 def _has_table(model: Any, positions: int) -> bool:
     """Learned positions, or something computed once for every position: an embedding or a buffer of that size."""
     words = model.get_input_embeddings()
-    sizes = [
-        module.weight.shape[:1]
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module is not words
-    ]
+    sizes = [module.weight.shape[:1] for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
     sizes += [buffer.shape for buffer in model.buffers() if buffer.dim() >= 2]
     return any(positions <= size <= positions + _OFFSET for shape in sizes for size in shape)

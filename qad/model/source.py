@@ -27,17 +27,16 @@ from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
 
 # Of a hub repository: everything but weights in other forms, which lie in folders or have other names.
-_NOT_DOWNLOADED = [*(f"*{suffix}" for suffix in WEIGHTS if suffix != ".safetensors"), "*.bin.index.json", "original/*", "onnx/*",
-                   "consolidated*.safetensors", "*/*.safetensors"]  # fmt: skip
+_NOT_DOWNLOADED = [
+    *(f"*{suffix}" for suffix in WEIGHTS if suffix != ".safetensors"),
+    "*.bin.index.json",
+    "original/*",
+    "onnx/*",
+    "consolidated*.safetensors",
+    "*/*.safetensors",
+]
 DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
-_SCALES = (
-    "weight_scale_inv",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "input_scale",
-    "activation_scale",
-)
+_SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "activation_scale")
 _LONGEST_NAME = 200  # characters of the name people call a model by
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -133,9 +132,7 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
     if not allow_quantized:
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:
-            raise SourceError(
-                f"{folder}: tensor {clean(odd[0])} is {odd[1]}, expected BF16, F16 or F32: start from the original"
-            )
+            raise SourceError(f"{folder}: tensor {clean(odd[0])} is {odd[1]}, expected BF16, F16 or F32: start from the original")
     checkpoint = _with_embedding(Checkpoint(folder, config, tensors))
     if not allow_quantized:
         _require_applied_scales(checkpoint)
@@ -252,18 +249,12 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
     if odd:
         raise SourceError(f"{index_path} names {clean(repr(odd[0]))} as a file: fetch the file again")
     headers: dict[str, dict[str, TensorInfo]] = {}
-    present = {
-        path.name for path in folder.iterdir()
-    }  # asking for a name that is too long would be an error of its own
+    present = {path.name for path in folder.iterdir()}  # asking for a name that is too long would be an error of its own
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise SourceError(
-                f"{index_path} points outside its folder ({clean(shard)}): the checkpoint is not trustworthy"
-            )
+            raise SourceError(f"{index_path} points outside its folder ({clean(shard)}): the checkpoint is not trustworthy")
         if shard not in present or not (folder / shard).is_file():
-            raise SourceError(
-                f"{folder} lacks {clean(shard)}, which its index lists: the download is incomplete, resume it"
-            )
+            raise SourceError(f"{folder} lacks {clean(shard)}, which its index lists: the download is incomplete, resume it")
         headers[shard] = _header(folder / shard)
     _require_agreement(index_path, weight_map, headers)
     return {name: headers[shard][name] for name, shard in weight_map.items()}
@@ -280,9 +271,7 @@ def _require_agreement(index_path: Path, weight_map: dict[str, str], headers: di
         for name in header:
             if weight_map.get(name) != shard:
                 listed = f"lists it in {clean(weight_map[name])}" if name in weight_map else "does not list it"
-                raise SourceError(
-                    f"{clean(shard)} holds {clean(name)}, but {index_path} {listed}: fetch index and shards again"
-                )
+                raise SourceError(f"{clean(shard)} holds {clean(name)}, but {index_path} {listed}: fetch index and shards again")
     single = index_path.with_name("model.safetensors")
     if single.name not in headers and single.is_file():
         raise SourceError(

@@ -53,8 +53,7 @@ def streamed_model(source: Checkpoint, dtype: str) -> Any | None:
         stored[name] = _Stored(source, found, torch.float32 if wide else value.dtype)
     for path, module in model.named_modules():
         _stream(
-            module,
-            {leaf: stored.get(f"{path}.{leaf}" if path else leaf) for leaf in (*module._parameters, *module._buffers)},
+            module, {leaf: stored.get(f"{path}.{leaf}" if path else leaf) for leaf in (*module._parameters, *module._buffers)}
         )
     return model if _runs(model) else None
 

@@ -33,9 +33,7 @@ from qad.numerics.nvfp4 import (
 
 DAMPING = 0.01
 SWEEPS = 2
-_CANDIDATES = tuple(
-    range(-3, 7)
-)  # steps of E4M3 from the scale that takes the largest element to 6; 4 or 5 take it to 4
+_CANDIDATES = tuple(range(-3, 7))  # steps of E4M3 from the scale that takes the largest element to 6; 4 or 5 take it to 4
 
 
 def decide_codes(weight_NK: Tensor, global_scale: Tensor, curvature_KK: Tensor) -> QuantizedTensor:

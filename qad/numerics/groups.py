@@ -58,9 +58,7 @@ def fake_quantize_group(
 
 
 def quantize_group(
-    weights: Mapping[str, Tensor],
-    frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
-    format: str = NVFP4,
+    weights: Mapping[str, Tensor], frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN, format: str = NVFP4
 ) -> dict[str, Quantized]:
     """Quantize the members of one scale group to a format, those in `frozen` with their frozen scales.
 

@@ -294,9 +294,7 @@ def fake_quantize(
     return out
 
 
-def fake_quantize_stack(
-    weight_ENK: Tensor, global_scale_E: Tensor, block_scale_ENG: Tensor | None, out_ENK: Tensor
-) -> None:
+def fake_quantize_stack(weight_ENK: Tensor, global_scale_E: Tensor, block_scale_ENG: Tensor | None, out_ENK: Tensor) -> None:
     """`fake_quantize` of every weight of a stack with its own global scale, in one pass, written to `out_ENK` (contiguous).
 
     global_scale_E: FP32.

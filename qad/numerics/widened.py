@@ -31,11 +31,7 @@ def widened_linears(device: str) -> contextlib.AbstractContextManager[object]:
 
 class _Widened(TorchFunctionMode):
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is not F.linear or not args or args[0].dtype != torch.bfloat16:

@@ -33,15 +33,9 @@ def one_document_a_row(
             )
         say(f"       {_told(called, each)}")
     if family_name(model.config) not in TRIED:
-        checks = (
-            "1 check passed"
-            if found.packed is None
-            else "3 checks passed (it runs, is causal, reaches what is selected)"
-        )
+        checks = "1 check passed" if found.packed is None else "3 checks passed (it runs, is causal, reaches what is selected)"
         proved = "proved" if found.proved else "not proved"
-        say(
-            f"       untried: nobody has taken a {family_name(model.config)} the whole way here; {checks}, packing {proved}"
-        )
+        say(f"       untried: nobody has taken a {family_name(model.config)} the whole way here; {checks}, packing {proved}")
     return not all(each.proved for each in (found, *others.values()))
 
 

@@ -92,8 +92,15 @@ class Job:
     ) -> StoredWindows:
         """Packed once and kept in text_folder/windows/ROLE, for as long as text, tokenizer and settings are the same."""
         time = instant() if reads_clock(self.tokenizer) else None
-        config = {"packing": 1, "windows": windows, "seq_len": seq_len, "seed": seed, "loss_on": loss_on,
-                  "template_time": time and time.isoformat(), **({"rows": True} if self.rows else {})}  # fmt: skip
+        config = {
+            "packing": 1,
+            "windows": windows,
+            "seq_len": seq_len,
+            "seed": seed,
+            "loss_on": loss_on,
+            "template_time": time and time.isoformat(),
+            **({"rows": True} if self.rows else {}),
+        }
         inputs = {"text": self._contents(role), "tokenizer": self.source.digest}
         key = canonical([role, config])
         if key not in self._packed:
@@ -249,9 +256,7 @@ def require_enough_text(job: Job, say: Callable[[str], None] = lambda line: None
         windows |= {"train": job.train_windows(), "validation": job.validation_windows()}
     for role, packed in windows.items():
         sources = ", ".join(f"{tokens:,} of {name}" for name, tokens in packed.sources.items())
-        counted = (
-            f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
-        )
+        counted = f", {packed.counted / packed.tokens:.1%} of them in the loss" if packed.counted < packed.tokens else ""
         padding = f", {packed.padding / packed.tokens:.0%} of it padding" if packed.padding else ""
         say(f"text   {role}: {packed.tokens:,} tokens ({sources}){counted}{padding}")
     return {role: packed.tokens for role, packed in windows.items()}
@@ -269,8 +274,7 @@ def shared_vocabulary(student: Any, teacher: Any, student_size: int, teacher_siz
         other = ids.get(index, token)
         if other != token or theirs.get(token, index) != index:
             raise DataError(
-                f"id {index} is {token!r} for the student and {other!r} for the teacher: a teacher needs the student's "
-                "tokenizer"
+                f"id {index} is {token!r} for the student and {other!r} for the teacher: a teacher needs the student's tokenizer"
             )
     if student_size == teacher_size:
         return student_size

@@ -100,11 +100,7 @@ def _explain(error: ValidationError, raw: Any) -> str:
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         key, kinds = f"{dotted}.source", ", ".join(sorted(SOURCES))
         given = first["input"].get("source") if isinstance(first["input"], dict) else None
-        return (
-            f"key {key!r} is missing: one of {kinds}"
-            if given is None
-            else f"{key}: one of {kinds} (got {clean(repr(given))})"
-        )
+        return f"key {key!r} is missing: one of {kinds}" if given is None else f"{key}: one of {kinds} (got {clean(repr(given))})"
     message = first["msg"].removeprefix("Value error, ")
     if not dotted or kind == "value_error":  # of a section: names what does not fit together
         return f"{dotted}: {message}" if dotted else message
@@ -123,9 +119,7 @@ def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseMod
                 raw = raw[part] if part < len(raw) else None  # a list that is too short
         elif part in SOURCES and part not in model.model_fields:
             model = SOURCES[part]
-        elif (
-            isinstance(raw, dict) or part in model.model_fields
-        ):  # else a member of a union, such as literal['qad','qat']
+        elif isinstance(raw, dict) or part in model.model_fields:  # else a member of a union, such as literal['qad','qat']
             keys.append(part)
             raw = raw.get(part) if isinstance(raw, dict) else None
             annotation = model.model_fields[part].annotation if part in model.model_fields else None

@@ -167,9 +167,7 @@ class Train(_Strict):
                 f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len): give more tokens"
             )
         if self.epochs > self.steps:
-            raise ValueError(
-                f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows"
-            )
+            raise ValueError(f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows")
         if self.warmup_steps >= self.steps > 1:
             raise ValueError(f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps at the full rate")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:

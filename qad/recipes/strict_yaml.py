@@ -25,9 +25,7 @@ def shipped_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def read_shipped(
-    model: type[Model], name: str, folder: Path, what: str, several: str, hint: str = ""
-) -> tuple[Model, Path]:
+def read_shipped(model: type[Model], name: str, folder: Path, what: str, several: str, hint: str = "") -> tuple[Model, Path]:
     """A YAML file, or by its name one of `folder`; and the file that was read.
 
     what, several: what it is to its user, such as policy and policies. hint: said behind what is wrong with its contents.

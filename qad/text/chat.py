@@ -103,9 +103,7 @@ def _require_shown(template: str, messages: Sequence[Message], where: str) -> No
             )
 
 
-def _marked(
-    tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given
-) -> tuple[str, list[Span]]:
+def _marked(tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given) -> tuple[str, list[Span]]:
     """Text and spans by the template's marks. Where they leave the end-of-turn out, it is taken in: it is what follows the
     last assistant turn when nothing comes after that turn."""
     text, marks = _render_marks(tokenizer, template, messages, where, given)
@@ -139,16 +137,16 @@ def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [{name: held for name, held in message.items() if name != "weight"} for message in messages]
 
 
-def _render_marks(
-    tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given
-) -> tuple[str, list[Span]]:
+def _render_marks(tokenizer: Any, template: str, messages: Sequence[Message], where: str, given: Given) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         texts, marks = render_jinja_template(
-            conversations=[_shown(messages)], chat_template=template,
-            return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **given},
-        )  # fmt: skip
+            conversations=[_shown(messages)],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **given},
+        )
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise _refused(error, where) from error
     return texts[0], [(start, stop) for start, stop in marks[0]]
@@ -160,9 +158,7 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
         if message["role"] != "assistant":
             continue
         if i == 0:
-            raise DataError(
-                f"{where}: the conversation begins with the assistant, so nothing tells where its turn starts"
-            )
+            raise DataError(f"{where}: the conversation begins with the assistant, so nothing tells where its turn starts")
         before = render(tokenizer, messages[:i], where, given, generation_prompt=True)
         upto = render(tokenizer, messages[: i + 1], where, given)
         if not upto.startswith(before) or not whole.startswith(upto):

@@ -21,13 +21,7 @@ from qad.untrusted import mapping, strict_json
 
 _OLD = {"functions": "tools", "function_call": "tool_calls"}  # of OpenAI's first form, which servers ignore
 
-_OURS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "messages",
-    "tokenize",
-)  # decided elsewhere
+_OURS = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize")  # decided elsewhere
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
 
@@ -40,14 +34,10 @@ def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, 
         at = f"{where}: message {number} of {field!r}"
         if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
             written = (
-                ": it is written as from and value; rename them, human to user and gpt to assistant"
-                if "from" in held
-                else ""
+                ": it is written as from and value; rename them, human to user and gpt to assistant" if "from" in held else ""
             )
             raise DataError(f"{at} is not an object with role and content as text{written}")
-        if (known := held["role"].strip().lower()) != held[
-            "role"
-        ] and known in _ROLES:  # templates compare to the letter
+        if (known := held["role"].strip().lower()) != held["role"] and known in _ROLES:  # templates compare to the letter
             raise DataError(f"{at} has the role {held['role']!r}, which templates know as {known!r}: write it so")
         _require_new_form(held, at)
         _weigh(held, at)
@@ -82,9 +72,7 @@ def given_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         for number, one in enumerate(held, 1):
             if not isinstance(one, dict) or (key == "tools" and not _names_a_function(one)):
                 form = '{"type": "function", "function": {"name": ...}}' if key == "tools" else "an object"
-                raise DataError(
-                    f"{where}: {key} {number} is not {form}, as servers take it: rewrite it, or drop {key!r}"
-                )
+                raise DataError(f"{where}: {key} {number} is not {form}, as servers take it: rewrite it, or drop {key!r}")
         given[key] = held
     return given
 

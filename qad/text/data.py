@@ -144,9 +144,7 @@ def _as_list(value: Any) -> Any:
     return [_short(one) for one in values]
 
 
-_Sources = Annotated[
-    tuple[Annotated[Source, Discriminator("source")], ...], BeforeValidator(_as_list), Field(min_length=1)
-]
+_Sources = Annotated[tuple[Annotated[Source, Discriminator("source")], ...], BeforeValidator(_as_list), Field(min_length=1)]
 
 
 class Data(RootModel[_Sources]):

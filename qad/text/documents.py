@@ -45,9 +45,7 @@ class Document:
         return cls(text, _words_hash(text), where=where)
 
     @classmethod
-    def of_messages(
-        cls, messages: Iterable[Message], where: str = "", given: Mapping[str, Any] | None = None
-    ) -> Document:
+    def of_messages(cls, messages: Iterable[Message], where: str = "", given: Mapping[str, Any] | None = None) -> Document:
         """Messages have `role` and `content`; whatever else they hold, and what the template is given, is part of the key."""
         held = tuple(messages)
         plain = [canonical(given)] if given else []
@@ -95,8 +93,7 @@ def require_disjoint(splits: Mapping[str, Sequence[Part]]) -> None:
             other = seen.setdefault(doc.key, role)
             if other != role:
                 raise DataError(
-                    f"the {other} and {role} text share a document ({doc.sample}): give each its own file, "
-                    "or use split: auto"
+                    f"the {other} and {role} text share a document ({doc.sample}): give each its own file, or use split: auto"
                 )
 
 
@@ -112,9 +109,7 @@ def digest_contents(parts: Sequence[Part]) -> str:
         content.update(canonical([part.name, part.weight, len(part.documents)]).encode())
         for doc in part.documents:
             told = [doc.text, doc.messages, doc.prompt, doc.given]
-            content.update(
-                canonical(told).encode() if doc.ids is None else array("q", (doc.prompt, *doc.ids)).tobytes()
-            )
+            content.update(canonical(told).encode() if doc.ids is None else array("q", (doc.prompt, *doc.ids)).tobytes())
     return content.hexdigest()
 
 

@@ -73,9 +73,13 @@ class TeacherText:
         """The finished stage that holds `wanted` useful tokens or more."""
         config = {
             **settings.model_dump(mode="json", exclude={"weight", "batch_size", "prompts"}),
-            "role": need.role, "number": number, "longest": need.longest, "shortest": need.shortest,
-            "seed": self._seed, "dtype": self._dtype,
-        }  # fmt: skip
+            "role": need.role,
+            "number": number,
+            "longest": need.longest,
+            "shortest": need.shortest,
+            "seed": self._seed,
+            "dtype": self._dtype,
+        }
         inputs = {"source": self._checkpoint.digest, "prompts": digest_documents([Part("", 1.0, prompts or [])])}
         found = _same(out, config, inputs)
         if found and found.config["tokens"] >= wanted:
@@ -93,13 +97,7 @@ class TeacherText:
         return run_stage(KIND, out, {**config, "tokens": wanted}, inputs, work, resumable=True, replace=True)
 
     def _documents(
-        self,
-        settings: Generations,
-        prompts: list[Document] | None,
-        need: Need,
-        wanted: int,
-        number: int,
-        done: list[Document],
+        self, settings: Generations, prompts: list[Document] | None, need: Need, wanted: int, number: int, done: list[Document]
     ) -> Iterator[Document]:
         """What is still to be written behind `done`."""
         tokens, made = sum(need.useful(len(doc.ids or ())) for doc in done), len(done)
@@ -144,11 +142,7 @@ class TeacherText:
         """What the model writes after each prompt, its end-of-text token included. The model's own generation settings
         (temperature, penalties) play no part."""
         from transformers import GenerationConfig, LogitsProcessorList
-        from transformers.generation.logits_process import (
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
+        from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         model = self._loaded()
         ends = _ids(self._tokenizer, model, "eos_token_id")
@@ -160,15 +154,15 @@ class TeacherText:
         longest = max(map(len, prompts))
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-        own, model.generation_config = (
-            model.generation_config,
-            GenerationConfig(pad_token_id=pad, eos_token_id=ends or None),
-        )
+        own, model.generation_config = (model.generation_config, GenerationConfig(pad_token_id=pad, eos_token_id=ends or None))
         try:
             written = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=settings.length, do_sample=False,
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=settings.length,
+                do_sample=False,
                 logits_processor=LogitsProcessorList(processors),
-            )  # fmt: skip
+            )
         finally:
             model.generation_config = own
         return [_until(row, ends) for row in written[:, longest:].tolist()]
@@ -181,8 +175,12 @@ class GumbelNoise:
         self._generators = [generator_of(seed, device) for seed in seeds]
 
     def __call__(self, input_ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
-        exponential_BV = torch.stack([torch.empty_like(scores_V, dtype=torch.float32).exponential_(generator=generator)
-                                      for scores_V, generator in zip(scores_BV, self._generators, strict=True)])  # fmt: skip
+        exponential_BV = torch.stack(
+            [
+                torch.empty_like(scores_V, dtype=torch.float32).exponential_(generator=generator)
+                for scores_V, generator in zip(scores_BV, self._generators, strict=True)
+            ]
+        )
         return scores_BV - exponential_BV.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 

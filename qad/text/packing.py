@@ -135,9 +135,7 @@ class Sequences:
     domains: list[str]
 
 
-def sequences(
-    parts: Sequence[Part], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = MINIMUM
-) -> Sequences:
+def sequences(parts: Sequence[Part], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = MINIMUM) -> Sequences:
     """One sequence a document, cut at seq_len, none below `minimum` tokens, until `tokens` are reached. Documents are
     independent, so they are the clusters of intervals.
 

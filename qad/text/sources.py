@@ -155,9 +155,7 @@ def _hub_rows(source: Hub) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise UsageError(
-            "source hub needs the package datasets: pip install 'nvfp4-qad[data]', or give a jsonl file"
-        ) from error
+        raise UsageError("source hub needs the package datasets: pip install 'nvfp4-qad[data]', or give a jsonl file") from error
     datasets.disable_progress_bars()
     folder = Path(source.path).expanduser()
     try:
@@ -166,9 +164,8 @@ def _hub_rows(source: Hub) -> Iterator[tuple[int, Any]]:
             rows = held[source.hub_split] if isinstance(held, dict) else held
         else:
             rows = datasets.load_dataset(
-                str(folder) if folder.is_dir() else source.path, source.config, split=source.hub_split,
-                revision=source.revision,
-            )  # fmt: skip
+                str(folder) if folder.is_dir() else source.path, source.config, split=source.hub_split, revision=source.revision
+            )
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -188,8 +185,7 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> 
             document = _document(row, field, where)
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where}: its text holds half a character (a lone surrogate), which no tokenizer takes: mend it or leave "
-                "it out"
+                f"{where}: its text holds half a character (a lone surrogate), which no tokenizer takes: mend it or leave it out"
             ) from error
         yield document
 

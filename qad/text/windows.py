@@ -114,11 +114,7 @@ class Windows(WindowSet):
 
     @classmethod
     def of(
-        cls,
-        input_ids_ST: Tensor,
-        position_ids_ST: Tensor,
-        supervised_ST: Tensor | None = None,
-        real_ST: Tensor | None = None,
+        cls, input_ids_ST: Tensor, position_ids_ST: Tensor, supervised_ST: Tensor | None = None, real_ST: Tensor | None = None
     ) -> Windows:
         """Derive labels and counted positions. supervised_ST: bool [S, T], True for tokens to be learned: position t counts
         where token t+1 is in the same document and supervised. None: every position counts. real_ST: bool [S, T], False for
@@ -126,9 +122,7 @@ class Windows(WindowSet):
         follows_ST = torch.zeros_like(input_ids_ST, dtype=torch.bool)
         follows_ST[:, :-1] = position_ids_ST[:, 1:] == position_ids_ST[:, :-1] + 1
         labels_ST = torch.where(follows_ST, input_ids_ST.roll(-1, dims=1), NO_LABEL)
-        counted_ST = (
-            torch.ones_like(follows_ST) if supervised_ST is None else follows_ST & supervised_ST.roll(-1, dims=1)
-        )
+        counted_ST = torch.ones_like(follows_ST) if supervised_ST is None else follows_ST & supervised_ST.roll(-1, dims=1)
         if real_ST is not None:
             counted_ST, labels_ST = counted_ST & real_ST, labels_ST.masked_fill(~real_ST, NO_LABEL)
         padding = 0 if real_ST is None else int((~real_ST).sum())

@@ -75,9 +75,7 @@ def chunked_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *arguments: Any
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *arguments: Any) -> Tensor:
         student, targets, labels_T, loss, chunk = arguments
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs = needs_hidden or needs_weight or needs_bias
@@ -87,9 +85,7 @@ class _ChunkedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs_bias else None
         for start in range(0, hidden_TH.shape[0], chunk):
             part = slice(start, start + chunk)
-            value, d_raw_tV = _chunk(
-                student.raw(hidden_TH[part]), student, targets.part(part), labels_T[part], loss, needs
-            )
+            value, d_raw_tV = _chunk(student.raw(hidden_TH[part]), student, targets.part(part), labels_T[part], loss, needs)
             total += value
             if d_raw_tV is None:
                 continue

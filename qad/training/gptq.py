@@ -97,9 +97,7 @@ class _Rounding:
         """The handle of a module's hook."""
         inner = names_of(self._model).inner(name)
         parent = self._model.get_submodule(inner.rpartition(".")[0])
-        return self._model.get_submodule(inner).register_forward_pre_hook(
-            functools.partial(self._reached, name, parent)
-        )
+        return self._model.get_submodule(inner).register_forward_pre_hook(functools.partial(self._reached, name, parent))
 
     def _reached(self, name: str, parent: nn.Module, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, weight = args[0], self._weight_of(name).to(args[0].device)

@@ -37,9 +37,7 @@ class Saturation:
     `shares` holds the counts of the last `counting` block.
     """
 
-    def __init__(
-        self, arm: Arm, model: nn.Module, weights: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]
-    ) -> None:
+    def __init__(self, arm: Arm, model: nn.Module, weights: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]) -> None:
         self.shares: dict[str, float | None] = dict(UNCOUNTED)
         self._arm, self._model, self._weights, self._frozen = arm, model, weights, frozen
         self._inputs = InputSaturation()
@@ -58,10 +56,7 @@ class Saturation:
         experts = [module for module in linears.values() if isinstance(getattr(module, "inputs", None), ExpertInputs)]
         with self._inputs.watching([*(linears[name] for name in heads & linears.keys()), *experts]):
             yield
-        self.shares = {
-            "saturated_weight_share": self._outgrown(),
-            "saturated_input_share": self._inputs.share,
-        }
+        self.shares = {"saturated_weight_share": self._outgrown(), "saturated_input_share": self._inputs.share}
         self._warn()
 
     @torch.no_grad()
@@ -77,9 +72,7 @@ class Saturation:
     def _cut_off_on_purpose(self) -> dict[str, Tensor]:
         """Per module, the blocks that were cut off already in the weights the scales were found for, the source's."""
         return {
-            module: saturated_weight_blocks(
-                self._arm.source.get(f"{module}.weight").to(scales.block_scale.device), scales
-            )
+            module: saturated_weight_blocks(self._arm.source.get(f"{module}.weight").to(scales.block_scale.device), scales)
             for module, scales in self._frozen.items()
         }
 

@@ -98,9 +98,7 @@ def _trained_key(job: Job, method: Method, ptq: str) -> tuple[dict[str, Any], di
 def bf16_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The source itself, as an arm."""
     inputs = {"source": job.source.digest}
-    return run_stage(
-        KIND, out, {"arm": "bf16"}, inputs, lambda f: write_arm(f, "bf16", job.source, None, {}), replace=replace
-    )
+    return run_stage(KIND, out, {"arm": "bf16"}, inputs, lambda f: write_arm(f, "bf16", job.source, None, {}), replace=replace)
 
 
 def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
@@ -122,10 +120,19 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         frozen = _frozen_scales(job)
         if job.recipe.quantize.rounding == GPTQ and windows and frozen:
             frozen = _decided_codes(job, windows, found.input_scales, frozen)
-        write_arm(folder, "ptq", job.source, job.selection, found.input_scales, frozen=frozen,
-                  scales=job.recipe.quantize.scales if frozen else DYNAMIC, kv_scales=found.kv_scales,
-                  tokens={"calibration": windows.tokens} if windows else {},
-                  text={"calibration": windows.facts()} if windows else {}, **facts)  # fmt: skip
+        write_arm(
+            folder,
+            "ptq",
+            job.source,
+            job.selection,
+            found.input_scales,
+            frozen=frozen,
+            scales=job.recipe.quantize.scales if frozen else DYNAMIC,
+            kv_scales=found.kv_scales,
+            tokens={"calibration": windows.tokens} if windows else {},
+            text={"calibration": windows.facts()} if windows else {},
+            **facts,
+        )
 
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
@@ -145,10 +152,7 @@ def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
     size = {module: math.prod(job.selection.modules[module]) for group in groups for module in group}
     total = sum(size.values())
     frozen: dict[str, FrozenScales] = {}
-    with (
-        compilation(True if total >= _COMPILE_FROM else None),
-        Progress(f"{strategy} scales", total, "weight") as bar,
-    ):
+    with compilation(True if total >= _COMPILE_FROM else None), Progress(f"{strategy} scales", total, "weight") as bar:
         for group in groups:
             weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
             frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
@@ -161,8 +165,15 @@ def _decided_codes(
 ) -> dict[str, FrozenScales]:
     total = sum(math.prod(job.selection.modules[module]) for module in frozen)
     with Progress("gptq", total, "weight") as bar:
-        return decided_codes(_calibrated_model(job), job.selection, windows, lambda m: job.source.get(f"{m}.weight"),
-                             input_scales, frozen, bar.update)  # fmt: skip
+        return decided_codes(
+            _calibrated_model(job),
+            job.selection,
+            windows,
+            lambda m: job.source.get(f"{m}.weight"),
+            input_scales,
+            frozen,
+            bar.update,
+        )
 
 
 def trained_arm(
@@ -187,9 +198,7 @@ def trained_arm(
         teacher = load_model(job.teacher, job.dtype, job.device)
         model = load_model(job.source, job.dtype, job.device)
         names = names_of(model).all
-        student = Student(
-            start, model, trainable_names(section, names, start.selection.modules if start.selection else ())
-        )
+        student = Student(start, model, trainable_names(section, names, start.selection.modules if start.selection else ()))
         kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
         objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
         trainer = Trainer(student, objective, train, validation, section, job.train_seed, folder, live, watch)
@@ -200,9 +209,21 @@ def trained_arm(
         tokens = {"train": section.tokens_used, "validation": validation.tokens}
         text = {"train": train.facts(), "validation": validation.facts()}
         kv_cache = {} if start.kv_cache == OFF else {"kv_cache": start.kv_cache}
-        write_arm(folder, method, job.source, start.selection, start.input_scales, masters, kv_scales=start.kv_scales,
-                  scales=start.scales, frozen=_frozen_of(start) if masters is None else student.frozen,
-                  training=progress, tokens=tokens, text=text, **kv_cache)  # fmt: skip
+        write_arm(
+            folder,
+            method,
+            job.source,
+            start.selection,
+            start.input_scales,
+            masters,
+            kv_scales=start.kv_scales,
+            scales=start.scales,
+            frozen=_frozen_of(start) if masters is None else student.frozen,
+            training=progress,
+            tokens=tokens,
+            text=text,
+            **kv_cache,
+        )
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)
 
@@ -225,9 +246,16 @@ def _training(job: Job, method: Method) -> dict[str, Any]:
         for role, data in asked.items()
         if not any(isinstance(part, drawn) for part in data.root)
     }
-    recipe = {"train": {**train, "method": method}, "quantize": _quantize(job.recipe),
-              "calibrate": arm_settings(job.recipe, "ptq")["calibrate"], "text": text, "source": job.source.digest,
-              "teacher": job.teacher.digest, "dtype": job.dtype, "device": job.device}  # fmt: skip
+    recipe = {
+        "train": {**train, "method": method},
+        "quantize": _quantize(job.recipe),
+        "calibrate": arm_settings(job.recipe, "ptq")["calibrate"],
+        "text": text,
+        "source": job.source.digest,
+        "teacher": job.teacher.digest,
+        "dtype": job.dtype,
+        "device": job.device,
+    }
     rows = {"rows": True} if job.rows else {}  # one document a window
     return {"seed": job.train_seed, "recipe": {**recipe, **rows}}
 

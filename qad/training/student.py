@@ -43,9 +43,7 @@ class Student:
         if arm.selection is None:
             raise ArtifactError(f"{arm.folder} quantizes nothing: a student starts from a PTQ or QAD arm")
         if arm.source.tied_embeddings and not arm.tied_embeddings:
-            raise ArtifactError(
-                f"{arm.folder} has a head of its own, which {arm.source.folder} ties: untie them in the source"
-            )
+            raise ArtifactError(f"{arm.folder} has a head of its own, which {arm.source.folder} ties: untie them in the source")
         self.model: Any = model
         self.arm = arm
         self.selection = arm.selection
@@ -171,9 +169,7 @@ class Student:
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Raises KeyError where the names differ."""
         if masters.keys() != self.masters.keys():
-            raise KeyError(
-                f"masters differ from the model's parameters: {sorted(masters.keys() ^ self.masters.keys())[:3]}"
-            )
+            raise KeyError(f"masters differ from the model's parameters: {sorted(masters.keys() ^ self.masters.keys())[:3]}")
         for name, value in masters.items():
             self.masters[name].copy_(value)
         self.deploy()

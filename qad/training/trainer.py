@@ -187,9 +187,7 @@ class Trainer:
         if counted == 0:
             warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)
             return None
-        total = torch.zeros(
-            (), dtype=torch.float64, device=self.objective.device
-        )  # read once a step, not once a micro-batch
+        total = torch.zeros((), dtype=torch.float64, device=self.objective.device)  # read once a step, not once a micro-batch
         for micro in index.split(self.config.micro_batch_size or len(index)):
             loss = self.objective.loss(self.train_windows, micro) / counted
             loss.backward()
@@ -217,8 +215,9 @@ class Trainer:
             progress.val_kl_best, progress.val_loss_best, progress.best_step = found.kl, found.loss, progress.step
             progress.saturation, progress.validations_since_best = self.student.saturation.shares, 0
             if not first:
-                save_aside({name: master.detach() for name, master in self.student.masters.items()},
-                           self.folder / "best.safetensors")  # fmt: skip
+                save_aside(
+                    {name: master.detach() for name, master in self.student.masters.items()}, self.folder / "best.safetensors"
+                )
         return found
 
     def _watch_movement(self) -> None:
@@ -252,8 +251,7 @@ class Trainer:
             )
         if progress.moved_deployed == 0.0:
             warnings.warn(
-                "not one quantized value differs from the PTQ arm's: the learning rate is too small for 4 bits",
-                stacklevel=3,
+                "not one quantized value differs from the PTQ arm's: the learning rate is too small for 4 bits", stacklevel=3
             )
 
     # --- state ---
@@ -268,9 +266,16 @@ class Trainer:
     def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
         """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""
         name = self.objective.name
-        row = {"step": step, "tokens": step * self.config.tokens_per_step, "kl": None, "lr": lr, "tokens_per_s": rate,
-               "val_kl": found and found.kl, **(self.student.saturation.shares if found else UNCOUNTED),
-               "kl" if name == "forward_kl" else name: loss}  # fmt: skip
+        row = {
+            "step": step,
+            "tokens": step * self.config.tokens_per_step,
+            "kl": None,
+            "lr": lr,
+            "tokens_per_s": rate,
+            "val_kl": found and found.kl,
+            **(self.student.saturation.shares if found else UNCOUNTED),
+            "kl" if name == "forward_kl" else name: loss,
+        }
         if not self.objective.teaches:
             row["val_cross_entropy"] = found and found.loss
         with writing(self.log), self.log.open("a", encoding="utf-8") as file:
@@ -287,11 +292,7 @@ class Trainer:
         self.progress = Progress(**progress)
         self.student.load_masters(masters)
         if self.log.is_file():
-            rows = [
-                row
-                for row in self.log.read_text(encoding="utf-8").split("\n")[:-1]
-                if _step_of(row) <= self.progress.step
-            ]
+            rows = [row for row in self.log.read_text(encoding="utf-8").split("\n")[:-1] if _step_of(row) <= self.progress.step]
             write_whole(self.log, "".join(row + "\n" for row in rows))
         return True
 

@@ -18,8 +18,10 @@ NAME_LIMIT = 120
 LARGEST = 100_000_000  # bytes of a JSON file, as of a safetensors header
 _SHOWN = 80  # characters of a foreign key or number in a message
 # Control characters, half characters, marks that reorder or hide the text around them, and what ends a line in some readers.
-_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-                     "\ud800-\udfff\U000e0000-\U000e007f]")  # fmt: skip
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
 # Everything Markdown or HTML could take for markup.
 _MARKUP = re.compile(r"([\\`*_\[\]<>#|&~$])")
 _BLOCK_START = re.compile(r"^(\d*)([-+=.)])(?=\s|[-=]|$)")
@@ -36,9 +38,12 @@ def strict_json(text: str | bytes, *, nan_is_null: bool = False) -> Any:
     try:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(
-            content, object_pairs_hook=_object, parse_float=_float, parse_int=_int,
+            content,
+            object_pairs_hook=_object,
+            parse_float=_float,
+            parse_int=_int,
             parse_constant=_null if nan_is_null else _no_constant,
-        )  # fmt: skip
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

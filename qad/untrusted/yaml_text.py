@@ -74,11 +74,7 @@ class _Strict(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep)
             sound = not isinstance(node, yaml.ScalarNode) or _is_sound(value)
-        except (
-            ValueError,
-            OverflowError,
-            AttributeError,
-        ):  # what constructors let through: dates, digits, !!float of a word
+        except (ValueError, OverflowError, AttributeError):  # what constructors let through: dates, digits, !!float of a word
             sound = False
         if not sound:
             given = clean(node.value, 40) if isinstance(node, yaml.ScalarNode) else node.tag

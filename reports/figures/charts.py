@@ -110,9 +110,7 @@ def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm:
     if limits:
         axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
     face = colour if limits else "none"
-    axes.plot(
-        [x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3
-    )
+    axes.plot([x], [y], marker=arm_marker(arm), color=colour, markerfacecolor=face, markersize=6, linestyle="", zorder=3)
 
 
 def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
@@ -168,8 +166,14 @@ def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None
     for i, (arm, points) in enumerate(lines.items()):
         known = [(place, *point) for place, point in enumerate(points) if point]
         shift = 0.12 * (i - (len(lines) - 1) / 2)
-        axes.plot([p + shift for p, *_ in known], [value for _, value, *_ in known], color=arm_colour(arm),
-                  marker=arm_marker(arm), markersize=4.5, linewidth=1.4)  # fmt: skip
+        axes.plot(
+            [p + shift for p, *_ in known],
+            [value for _, value, *_ in known],
+            color=arm_colour(arm),
+            marker=arm_marker(arm),
+            markersize=4.5,
+            linewidth=1.4,
+        )
         for place, _, low, high in known:
             if low is not None and high is not None:
                 axes.plot([place + shift] * 2, [low, high], color=arm_colour(arm), linewidth=1.0)
@@ -221,13 +225,9 @@ def _pairs(data: dict[str, FidelityData]) -> list[tuple[float, float]]:
 def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     top = 1.08 * max(max(pair) for pair in pairs) or 1.0
     axes.plot([0, top], [0, top], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.annotate(
-        "equal", (0.93 * top, 0.93 * top), xytext=(-3, 0), textcoords="offset points", ha="right", color=MUTED
-    )
+    axes.annotate("equal", (0.93 * top, 0.93 * top), xytext=(-3, 0), textcoords="offset points", ha="right", color=MUTED)
     shown = pairs[:: math.ceil(len(pairs) / 1000)]
-    axes.plot(
-        *zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=arm_colour("qad"), markeredgewidth=1.3
-    )
+    axes.plot(*zip(*shown, strict=True), linestyle="", marker="x", markersize=5, color=arm_colour("qad"), markeredgewidth=1.3)
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)
     axes.set_aspect("equal")
@@ -258,23 +258,29 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
             axes.plot(*zip(*thin, strict=True), color=MUTED, linewidth=1.0, label="training")
         if valid:
             axes.plot(
-                *zip(*valid, strict=True), color=arm_colour("qad"), marker="D", linewidth=1.8, label="validation",
+                *zip(*valid, strict=True),
+                color=arm_colour("qad"),
+                marker="D",
+                linewidth=1.8,
+                label="validation",
                 markersize=4.5 if len(valid) <= 60 else 0,
-            )  # fmt: skip
+            )
             if valid[0][0] == 0:
                 _mark_start(axes, valid[0][1])
         for arm, points in beside.items():
-            axes.plot(*zip(*points, strict=True), color=arm_colour(arm), marker=arm_marker(arm), markersize=4.5, linewidth=1.5,
-                      linestyle=(0, (1, 1)), label=f"validation, {arm_name(arm)}")  # fmt: skip
+            axes.plot(
+                *zip(*points, strict=True),
+                color=arm_colour(arm),
+                marker=arm_marker(arm),
+                markersize=4.5,
+                linewidth=1.5,
+                linestyle=(0, (1, 1)),
+                label=f"validation, {arm_name(arm)}",
+            )
         if best:
             axes.plot([best[0]], [best[1]], marker="o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
             axes.annotate(
-                f"best {significant(best[1])}",
-                best,
-                xytext=(0, -19),
-                textcoords="offset points",
-                ha="center",
-                va="center",
+                f"best {significant(best[1])}", best, xytext=(0, -19), textcoords="offset points", ha="center", va="center"
             )
         axes.margins(x=0.06, y=0.22)
         axes.grid(axis="y")
@@ -293,9 +299,15 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
 def _mark_start(axes: Any, start: float) -> None:
     axes.axhline(start, color=arm_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
-        f"PTQ start {significant(start)}", (1, start), xycoords=("axes fraction", "data"), xytext=(0, 4),
-        textcoords="offset points", ha="right", va="bottom", color=arm_colour("ptq"),
-    )  # fmt: skip
+        f"PTQ start {significant(start)}",
+        (1, start),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=arm_colour("ptq"),
+    )
 
 
 def memory(arms: list[str], records: list[Record]) -> Figure | None:
@@ -313,17 +325,20 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
             i = list(CLASSES).index(name)
             widths = [found[arm].bytes_by_class.get(name, 0) / GB for arm in arms]
             axes.barh(
-                range(len(arms)), widths, left=lefts, height=0.6, color=CLASS_COLOURS[i], hatch=HATCHES[i],
-                edgecolor=PAPER, linewidth=0.8, label=CLASSES[name],
-            )  # fmt: skip
+                range(len(arms)),
+                widths,
+                left=lefts,
+                height=0.6,
+                color=CLASS_COLOURS[i],
+                hatch=HATCHES[i],
+                edgecolor=PAPER,
+                linewidth=0.8,
+                label=CLASSES[name],
+            )
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         for y, (arm, left) in enumerate(zip(arms, lefts, strict=True)):
             axes.annotate(
-                f"{gigabytes(found[arm].file_bytes)} GB",
-                (left, y),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
+                f"{gigabytes(found[arm].file_bytes)} GB", (left, y), xytext=(5, 0), textcoords="offset points", va="center"
             )
         axes.set_yticks(range(len(arms)), [arm_name(arm) for arm in arms])
         axes.set_ylim(len(arms) - 0.5, -0.5)
@@ -337,7 +352,5 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
 
     sizes = ", ".join(f"{arm_name(arm)} {gigabytes(found[arm].file_bytes)} GB" for arm in arms)
     height = 1.2 + 0.36 * len(arms)
-    caption = (
-        "Bytes on disk by class. Block scales cost half a bit per parameter; embeddings, head and norms stay BF16."
-    )
+    caption = "Bytes on disk by class. Block scales cost half a bit per parameter; embeddings, head and norms stay BF16."
     return draw_figure("memory", draw, (height, height + 0.3), f"Size on disk by class of data: {sizes}.", caption)

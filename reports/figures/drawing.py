@@ -26,22 +26,44 @@ COLOURS = {"bf16": "#050505", "ptq": "#060606", "qad": "#070707"}
 OTHERS = ["#080808", "#090909", "#0a0a0a"]
 CLASS_COLOURS = ["#0b0b0b", "#0c0c0c", "#0d0d0d", "#0e0e0e", "#0f0f0f", "#101010"]
 VARIABLES = {
-    INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper",
+    INK: "ink",
+    MUTED: "muted",
+    RULE: "rule",
+    PAPER: "paper",
     **{colour: arm for arm, colour in COLOURS.items()},
     **{colour: f"other{i}" for i, colour in enumerate(OTHERS)},
     **{colour: f"class{i}" for i, colour in enumerate(CLASS_COLOURS)},
-}  # fmt: skip
+}
 MARKERS = {"bf16": "s", "ptq": "o", "qad": "D"}
 HATCHES = ["", "////", "", "\\\\\\\\", "", "...."]
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "nvfp4-qad", "text.parse_math": False, "font.family": "DejaVu Sans",
-    "font.size": 9.0, "axes.titlesize": 9.0, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED,
-    "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "grid.color": RULE,
-    "grid.linewidth": 0.8, "axes.grid": False, "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "legend.frameon": False, "hatch.linewidth": 0.8, "hatch.color": PAPER,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "nvfp4-qad",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "axes.grid": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "hatch.linewidth": 0.8,
+    "hatch.color": PAPER,
     "axes.unicode_minus": True,
-}  # fmt: skip
+}
 
 Draw = Callable[[Any, bool], None]  # (matplotlib figure, narrow)
 
@@ -56,9 +78,7 @@ def arm_marker(arm: str) -> str:
 
 def arm_legend(figure: Any, axes: Any, arms: list[str], band: str = "") -> None:
     handles = [
-        axes.plot(
-            [], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm)
-        )[0]
+        axes.plot([], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
         for arm in arms
     ]
     labels = [arm_name(arm) for arm in arms]

@@ -36,15 +36,20 @@ def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | Non
         for axes, shape in zip(panels, shapes, strict=True):
             for arm in arms:
                 points = found[arm].get(shape, [])
-                axes.plot(
-                    [p.tpot_ms for p in points], [p.tokens_per_s for p in points], color=arm_colour(arm), linewidth=1.4
-                )
+                axes.plot([p.tpot_ms for p in points], [p.tokens_per_s for p in points], color=arm_colour(arm), linewidth=1.4)
                 for p in points:
                     face = arm_colour(arm) if p.efficient else "none"
-                    axes.plot([p.tpot_ms], [p.tokens_per_s], marker=arm_marker(arm), color=arm_colour(arm),
-                              markerfacecolor=face, linestyle="")  # fmt: skip
-                    axes.annotate(_mark(p.cell), (p.tpot_ms, p.tokens_per_s), xytext=(4, 4),
-                                  textcoords="offset points", color=MUTED)  # fmt: skip
+                    axes.plot(
+                        [p.tpot_ms],
+                        [p.tokens_per_s],
+                        marker=arm_marker(arm),
+                        color=arm_colour(arm),
+                        markerfacecolor=face,
+                        linestyle="",
+                    )
+                    axes.annotate(
+                        _mark(p.cell), (p.tpot_ms, p.tokens_per_s), xytext=(4, 4), textcoords="offset points", color=MUTED
+                    )
             axes.set_xlabel(f"time per output token, ms ({shape[0]} + {shape[1]} tokens)")
             axes.set_ylabel("output tokens/s")
             axes.set_ylim(bottom=0)
@@ -55,15 +60,20 @@ def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | Non
 
     described = "; ".join(
         f"{arm_name(arm)} at {clean(p.cell.load, 80)}: {significant(p.tokens_per_s)} tokens/s, {significant(p.tpot_ms)} ms"
-        for arm in arms for points in found[arm].values() for p in points
-    )  # fmt: skip
+        for arm in arms
+        for points in found[arm].values()
+        for p in points
+    )
     kernels = ", ".join(
         f"{arm_name(arm)} {clean(record.engine.kernel_path or 'kernels unknown', 80)}"
-        for arm, record in serving_of(records).items() if arm in arms
-    )  # fmt: skip
+        for arm, record in serving_of(records).items()
+        if arm in arms
+    )
     return draw_figure(
-        "pareto", draw, (2.9 * len(shapes) + 0.3, 2.9 * len(shapes) + 0.3),
+        "pareto",
+        draw,
+        (2.9 * len(shapes) + 0.3, 2.9 * len(shapes) + 0.3),
         f"Throughput against time per output token. {described}.",
         "Throughput against latency; up and to the left is better. The number at a marker is the concurrency, or requests per "
         f"second (/s); an open marker is beaten in both by another load of the same arm. Kernels: {kernels}.",
-    )  # fmt: skip
+    )

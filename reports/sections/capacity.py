@@ -142,12 +142,8 @@ def headline(arms: list[str], records: list[Record]) -> Text | None:
     assert small.kv_cache_tokens is not None
     more = small.kv_cache_tokens - base.kv_cache_tokens
     if base.weights_bytes is not None and small.weights_bytes is not None:
-        weights = (
-            f"weights take {gigabytes(small.weights_bytes)} GB after load against {gigabytes(base.weights_bytes)} GB"
-        )
+        weights = f"weights take {gigabytes(small.weights_bytes)} GB after load against {gigabytes(base.weights_bytes)} GB"
     else:
         weights = "the engine does not report the weights after load"
     cache = f"{small.kv_cache_tokens:,} tokens of KV cache fit against {base.kv_cache_tokens:,} ({more:+,})"
-    return Text(
-        f"Served by {_engine(by_arm[last])}, {arm_name(last)} against {arm_name(BASELINE)}: {weights}; {cache}."
-    )
+    return Text(f"Served by {_engine(by_arm[last])}, {arm_name(last)} against {arm_name(BASELINE)}: {weights}; {cache}.")

@@ -24,27 +24,22 @@ def checked(run: Run, comparison: Comparison, records: list[Record], others: lis
         rows.append(Row(arm_name(arm), cells))
     if not rows:
         return None
-    columns = [
-        "",
-        "Validation, while training",
-        "Test text",
-        "Benchmarks",
-        "Engine, beside the reference",
-        "Noise floor",
-    ]
-    note = (
-        "Validation text chose the checkpoint; the test text was seen by neither calibration, training nor that choice."
-    )
-    return Table(
-        "Text, benchmarks and engines of each arm", columns, [Group("", rows)], note, align="left", breakable=True
-    )
+    columns = ["", "Validation, while training", "Test text", "Benchmarks", "Engine, beside the reference", "Noise floor"]
+    note = "Validation text chose the checkpoint; the test text was seen by neither calibration, training nor that choice."
+    return Table("Text, benchmarks and engines of each arm", columns, [Group("", rows)], note, align="left", breakable=True)
 
 
 def _validated(run: Run, arm: str) -> Cell:
     logs: dict[str, list[Step]] = {QAD: run.steps, **run.other_steps}
     count = sum(step.val_kl is not None for step in logs.get(arm, []))
-    text = next((f"{plural(split.tokens, 'token')} of {people_list([clean(s, 60) for s in split.sources])}"
-                 for split in run.text if split.role == "validation"), "text not recorded")  # fmt: skip
+    text = next(
+        (
+            f"{plural(split.tokens, 'token')} of {people_list([clean(s, 60) for s in split.sources])}"
+            for split in run.text
+            if split.role == "validation"
+        ),
+        "text not recorded",
+    )
     if count:
         return Cell(plural(count, "validation"), text)
     if arm == BASELINE:

@@ -53,14 +53,7 @@ def benchmarks(comparison: Comparison) -> Table | None:
     groups = [group for group in groups if group.rows]
     if not groups:
         return None
-    columns = [
-        "",
-        "Recovery",
-        "Reading, and how the interval was made",
-        "Recovery above chance",
-        "Items worse / better",
-        "n",
-    ]
+    columns = ["", "Recovery", "Reading, and how the interval was made", "Recovery above chance", "Items worse / better", "n"]
     note = (
         "Above chance: (score − chance) / (BF16 score − chance), n/a unless BF16 is clearly above chance. Within noise "
         "means that the interval holds 100 %, not that the arms are equal."
@@ -77,8 +70,10 @@ def text(splits: list[SplitText]) -> Table | None:
             facts.append(f"{percent(split.counted / split.tokens)} of the positions in the loss")
         if split.used is not None:
             facts.append(f"{split.used:,} over all epochs")
-        rows = [Row(clean(name, 60), [Cell(f"{tokens:,}"), Cell(percent(tokens / split.tokens))])
-                for name, tokens in split.sources.items()]  # fmt: skip
+        rows = [
+            Row(clean(name, 60), [Cell(f"{tokens:,}"), Cell(percent(tokens / split.tokens))])
+            for name, tokens in split.sources.items()
+        ]
         groups.append(Group(f"{split.role}: {', '.join(facts)}", rows))
     if not groups:
         return None
@@ -139,9 +134,7 @@ def noise_floor(comparison: Comparison) -> Table | None:
     if not rows:
         return None
     columns = ["", "Median recovery by chance", "Items with another score", "KL", "Top-1 agreement"]
-    note = (
-        "The same weights again; under the arm, what was changed on purpose. 95 % of medians would lie in that range."
-    )
+    note = "The same weights again; under the arm, what was changed on purpose. 95 % of medians would lie in that range."
     return Table("Noise floor", columns, [Group("", rows)], note)
 
 

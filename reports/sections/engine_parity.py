@@ -77,15 +77,7 @@ def parity(records: list[Record]) -> Table | None:
     if not found:
         return None
     rows = [Row(arm_name(arm), _cells(one, _compiled(records, arm))) for arm, one in found.items()]
-    columns = [
-        "",
-        "Verdict",
-        "Engine",
-        "Largest difference, nats",
-        "KL, nats",
-        "Greedy tokens equal",
-        "Worst Linear alone",
-    ]
+    columns = ["", "Verdict", "Engine", "Largest difference, nats", "KL, nats", "Greedy tokens equal", "Worst Linear alone"]
     references = sorted({clean(one.data.reference, 160) for one in found.values()})
     note = (
         "The engine’s log-probabilities of the same tokens beside the torch reference’s, over the whole vocabulary at every "
@@ -111,9 +103,7 @@ def _cells(found: Parity, compiled: str) -> list[Cell]:
     worst = found.worst_layer
     alone = Cell("not compared")
     if worst is not None:
-        alone = Cell(
-            _number(worst.max_difference), f"{clean(worst.module, 60)}, of {plural(len(data.layers), 'Linear')}"
-        )
+        alone = Cell(_number(worst.max_difference), f"{clean(worst.module, 60)}, of {plural(len(data.layers), 'Linear')}")
     return [
         Cell("holds" if found.holds else "fails", failed),
         Cell(name, how, engine_tags(engine)),

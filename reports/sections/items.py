@@ -148,10 +148,7 @@ def on_page(run: Path, comparison: Comparison, found: list[Pair]) -> list[Block]
 
 
 def blocks(
-    rows: list[BenchmarkRow],
-    found: list[Pair],
-    examples: dict[str, list[list[Pair]]],
-    texts: dict[tuple[str, Key], Said],
+    rows: list[BenchmarkRow], found: list[Pair], examples: dict[str, list[list[Pair]]], texts: dict[tuple[str, Key], Said]
 ) -> list[Block]:
     result: list[Block] = []
     for row in rows:
@@ -193,11 +190,7 @@ def _example(group: list[Pair], texts: dict[tuple[str, Key], Said]) -> Example:
     facts = []
     if some:
         facts = [("Asked", _end(some.prompt)), ("Right", _one_line(some.target, ANSWER_LIMIT))]
-        facts += [
-            (arm_name(arm), _one_line(answer.text, ANSWER_LIMIT) or "nothing")
-            for arm, answer in answers.items()
-            if answer
-        ]
+        facts += [(arm_name(arm), _one_line(answer.text, ANSWER_LIMIT) or "nothing") for arm, answer in answers.items() if answer]
     return Example(f"{clean(first.doc_hash, 12)}: {', '.join(scores)}", facts)
 
 

@@ -15,20 +15,15 @@ from reports.sections.items import SAMPLES
 from reports.sections.outcome import BASELINE, PTQ, QAD, arm_name
 
 Found = Iterator[tuple[str, str]]
-_READ_BY = {
-    "calibration": "calibrate",
-    "train": "train",
-    "validation": "train",
-    "test": "measure",
-}  # role of a text -> section
+_READ_BY = {"calibration": "calibrate", "train": "train", "validation": "train", "test": "measure"}  # role of a text -> section
 _SERVED = {
-    "weights_bytes": "Weights after load", "kv_cache_tokens": "KV capacity", "activation_bytes": "Peak of the activations",
+    "weights_bytes": "Weights after load",
+    "kv_cache_tokens": "KV capacity",
+    "activation_bytes": "Peak of the activations",
     "process_bytes": "Memory of the process tree",
-}  # fmt: skip
+}
 NO_ENGINE = "not measured: KV capacity and peak memory need a serving engine"
-NO_SERVER = (
-    "not measured: time to first token, latencies and Pareto front need a server (qad measure throughput --engine vllm)"
-)
+NO_SERVER = "not measured: time to first token, latencies and Pareto front need a server (qad measure throughput --engine vllm)"
 NO_FLOOR = "not measured: no arm was run against itself, so nothing tells how much a rerun moves"
 NO_PARITY = "not measured: no engine was held against the torch reference (qad measure parity)"
 
@@ -37,10 +32,15 @@ def not_measured(run: Run, comparison: Comparison, records: list[Record]) -> lis
     """(what, why), in the order of the report. records: the arms', without controls."""
     found = [*run.missing]
     for part in (
-        _accuracy(run, comparison, records), _floors(run, comparison), _fidelity(comparison, records),
-        _training(run, comparison), _memory(comparison, records), _speed(comparison, records),
-        _parity(run, comparison, records), _origins(run),
-    ):  # fmt: skip
+        _accuracy(run, comparison, records),
+        _floors(run, comparison),
+        _fidelity(comparison, records),
+        _training(run, comparison),
+        _memory(comparison, records),
+        _speed(comparison, records),
+        _parity(run, comparison, records),
+        _origins(run),
+    ):
         found += part
     return [(_capital(clean(what)), clean(why, 300)) for what, why in dict.fromkeys(found)]
 
@@ -67,10 +67,7 @@ def _accuracy(run: Run, comparison: Comparison, records: list[Record]) -> Found:
         )
     for row in comparison.outputs:
         for arm in (arm for arm in row.truncated if arm not in row.tokens):
-            yield (
-                f"Tokens of {arm_name(arm)} on {clean(row.benchmark, 60)}",
-                "not measured: its server counted no tokens",
-            )
+            yield (f"Tokens of {arm_name(arm)} on {clean(row.benchmark, 60)}", "not measured: its server counted no tokens")
     if not set(comparison.arms) - {BASELINE}:
         yield "Verdict", f"there is none: no arm besides {arm_name(BASELINE)} was measured"
 
@@ -83,10 +80,7 @@ def _floors(run: Run, comparison: Comparison) -> Found:
     have |= {(arm, "fidelity") for arm, floor in comparison.noise_floor.items() if floor.kl}
     for arm in (arm for arm in (BASELINE, PTQ) if arm in comparison.arms):
         for kind in (kind for kind in ("accuracy", "fidelity") if (arm, kind) not in have):
-            yield (
-                f"Noise floor of {arm_name(arm)}, {kind}",
-                "not measured: there is no second measurement of its weights",
-            )
+            yield (f"Noise floor of {arm_name(arm)}, {kind}", "not measured: there is no second measurement of its weights")
 
 
 def _fidelity(comparison: Comparison, records: list[Record]) -> Found:
@@ -128,9 +122,7 @@ def _parts(row: FidelityRow, settings: dict[str, object]) -> Found:
 
 def _quantized_caches(records: list[Record]) -> list[str]:
     """Arms whose folder announces a quantized KV cache, where transformers, which does without, told their quality."""
-    announced = {
-        r.arm for r in records if isinstance(r.data, MemoryData) and r.data.cache and r.data.cache.kv_dtype != "bf16"
-    }
+    announced = {r.arm for r in records if isinstance(r.data, MemoryData) and r.data.cache and r.data.cache.kv_dtype != "bf16"}
     here = {r.arm for r in records if r.kind in ("accuracy", "fidelity") and r.engine.name == "transformers"}
     return [arm_name(arm) for arm in dict.fromkeys(r.arm for r in records) if arm in announced & here]
 

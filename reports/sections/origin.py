@@ -67,11 +67,7 @@ def _checkpoints(records: list[Record]) -> Table:
 
 
 def _seeds(records: list[Record], arm: str) -> str:
-    found = {
-        f"{record.kind} {record.settings['seed']}"
-        for record in records
-        if record.arm == arm and "seed" in record.settings
-    }
+    found = {f"{record.kind} {record.settings['seed']}" for record in records if record.arm == arm and "seed" in record.settings}
     return clean(", ".join(sorted(found)) or "none recorded")
 
 
@@ -100,10 +96,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         versions = [f"{name} {version}" for name, version in sorted(packages.items())]
         items.append(("Versions", ", ".join([f"Python {machine.get('python', 'unknown')}", *versions])))
     items.append(
-        (
-            "Processor",
-            f"{machine.get('cpu', 'unknown')}, {machine.get('cores', 'unknown')} cores, {machine.get('os', '')}",
-        )
+        ("Processor", f"{machine.get('cpu', 'unknown')}, {machine.get('cores', 'unknown')} cores, {machine.get('os', '')}")
     )
     memory = machine.get("memory_bytes")
     if isinstance(memory, int):
@@ -121,11 +114,7 @@ def _manifests(run: Run) -> Table:
     for path, facts in run.manifests.items():
         producer = mapping(facts.get("producer"))
         commit = clean(producer.get("commit") or "unknown", 12) + (" (dirty)" if producer.get("dirty") else "")
-        cells = [
-            Cell(clean(facts.get("kind", "unknown"), 30)),
-            Cell(clean(facts.get("digest", "unknown"), 16)),
-            Cell(commit),
-        ]
+        cells = [Cell(clean(facts.get("kind", "unknown"), 30)), Cell(clean(facts.get("digest", "unknown"), 16)), Cell(commit)]
         rows.append(Row(clean(path, 60), cells))
     columns = ["Folder", "Kind", "Digest", "Commit"]
     return Table("Stages of the run", columns, [Group("", rows)], align="left", breakable=True)

@@ -63,9 +63,7 @@ def _recovery(comparison: Comparison) -> str:
     parts = []
     for arm in arms:
         label, worst = comparison.worst[arm]
-        parts.append(
-            f"{arm_name(arm)} {_share(comparison.median_recovery[arm])}, worst {clean(label, 60)} {_share(worst)}"
-        )
+        parts.append(f"{arm_name(arm)} {_share(comparison.median_recovery[arm])}, worst {clean(label, 60)} {_share(worst)}")
     median = comparison.median_recovery[arms[0]]
     few = " So few benchmarks say little about others." if median.n <= 3 else ""
     return f"Median recovery of BF16's score over {plural(median.n, 'benchmark')}: {'; '.join(parts)}.{few}"
@@ -93,9 +91,7 @@ def decision(verdict: Verdict | None) -> Decision | None:
     if verdict is None:
         return None
     word = f"{verdict.outcome} for {arm_name(verdict.arm)} by policy {clean(verdict.policy, 60)}"
-    reason, next_action = (
-        line[:1].upper() + line[1:] for line in (clean(verdict.reason, 600), clean(verdict.next_action, 300))
-    )
+    reason, next_action = (line[:1].upper() + line[1:] for line in (clean(verdict.reason, 600), clean(verdict.next_action, 300)))
     return Decision(verdict.outcome.lower(), word, reason, next_action)
 
 
@@ -152,8 +148,11 @@ def banners(comparison: Comparison, records: list[Record], steps: list[Step]) ->
 
 def _doubtful(comparison: Comparison) -> list[Banner]:
     """Recoveries that decide nothing, whatever their value."""
-    named = [f"{arm_name(arm)} on {clean(row.label, 60)}, {clean(why, 160)}" for row in comparison.benchmarks
-             for arm, why in row.doubt.items()]  # fmt: skip
+    named = [
+        f"{arm_name(arm)} on {clean(row.label, 60)}, {clean(why, 160)}"
+        for row in comparison.benchmarks
+        for arm, why in row.doubt.items()
+    ]
     more = f"; {len(named) - 5} more" if len(named) > 5 else ""
     return [Banner("warning", "Not to be relied on", "; ".join(named[:5]) + more + ".")] if named else []
 
@@ -163,8 +162,10 @@ def _saturated(comparison: Comparison, steps: list[Step]) -> list[Banner]:
     shares = {f"the inputs of {arm_name(arm)}": row.saturated_inputs for arm, row in comparison.fidelity.items()}
     last = next((step for step in reversed(steps) if step.val_kl is not None), None)
     if last is not None:
-        shares |= {"the inputs at the last validation": last.saturated_input_share,
-                   "the weights at the last validation": last.saturated_weight_share}  # fmt: skip
+        shares |= {
+            "the inputs at the last validation": last.saturated_input_share,
+            "the weights at the last validation": last.saturated_weight_share,
+        }
     named = [f"{percent(share)} of {what}" for what, share in shares.items() if share is not None and share > SATURATED]
     text = f"Above their scales, and cut off to them, are {people_list(named)} (blocks of 16). Calibrate on text like that which "
     return [Banner("warning", "Saturated", f"{text}is measured, and on more of it.")] if named else []
@@ -172,8 +173,12 @@ def _saturated(comparison: Comparison, steps: list[Step]) -> list[Banner]:
 
 def _cut_off(comparison: Comparison) -> list[Banner]:
     """Answers that were cut off count as they stand, which may be a server's or a protocol's doing."""
-    named = [f"{percent(share.value)} of {arm_name(arm)}'s on {clean(row.benchmark, 60)}" for row in comparison.outputs
-             for arm, share in row.truncated.items() if share.value > CUT_OFF]  # fmt: skip
+    named = [
+        f"{percent(share.value)} of {arm_name(arm)}'s on {clean(row.benchmark, 60)}"
+        for row in comparison.outputs
+        for arm, share in row.truncated.items()
+        if share.value > CUT_OFF
+    ]
     more = f"; {len(named) - 5} more" if len(named) > 5 else ""
     text = f"Of the answers, {'; '.join(named[:5])}{more} were cut off, and are scored as far as they go."
     return [Banner("caution", "Answers cut off", text)] if named else []
@@ -227,9 +232,7 @@ def _collapsed(comparison: Comparison) -> list[Banner]:
             more = f", and {len(low) - 5} more" if len(low) > 5 else ""
             text = f"{arm_name(arm)} recovers only {people_list(named)}{more}. A median does not show this."
             found.append(
-                Banner(
-                    "warning" if arm == last else "caution", f"Benchmark below {100 * LOW_RECOVERY:.0f} % of BF16", text
-                )
+                Banner("warning" if arm == last else "caution", f"Benchmark below {100 * LOW_RECOVERY:.0f} % of BF16", text)
             )
     return found
 
@@ -257,9 +260,7 @@ def _smoke(comparison: Comparison) -> list[Banner]:
     if not limited:
         return []
     named = [f"{clean(row.label, 60)} ({plural(row.limit or 0, 'item')})" for row in limited[:5]]
-    return [
-        Banner("caution", "Smoke run", f"Not the whole task: {people_list(named)}. These scores swing with the sample.")
-    ]
+    return [Banner("caution", "Smoke run", f"Not the whole task: {people_list(named)}. These scores swing with the sample.")]
 
 
 def filter_note(row: BenchmarkRow) -> str:

@@ -30,9 +30,7 @@ def training_seeds(comparison: Comparison) -> Table | None:
     most = max(len(seeds) for seeds in comparison.training_seeds.values())
     for arm, seeds in comparison.training_seeds.items():
         title = f"{arm_name(arm)}: {plural(len(seeds), 'training')}"
-        weights = Row(
-            "Hash of the measured folder", [*(Cell(clean(s.checkpoint, 12)) for s in seeds), Cell("—"), Cell("—")]
-        )
+        weights = Row("Hash of the measured folder", [*(Cell(clean(s.checkpoint, 12)) for s in seeds), Cell("—"), Cell("—")])
         groups.append(Group(title, [weights, *(_row(name, seeds) for name in seeds[0].values)]))
     numbers = next(iter(comparison.training_seeds.values()))
     columns = ["", *(f"Seed {seed.seed}" for seed in numbers), "Mean", "Standard deviation"]

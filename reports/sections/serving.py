@@ -35,21 +35,19 @@ def serving_table(comparison: Comparison, records: list[Record]) -> Table | None
     names = dict.fromkeys(name for cells in by_arm.values() for name in cells)
     groups = [_group(comparison, name, arms, by_arm, found) for name in names]
     return Table(
-        "Speed of serving", ["", *map(arm_name, arms)], groups,
+        "Speed of serving",
+        ["", *map(arm_name, arms)],
+        groups,
         "Throughput is of the steady-state window, the median over repeats with their range; latencies are medians over "
         "successful requests, with p99 where n ≥ 100. Ratios are geometric means over repeats that ran next to each other, "
         "with their 95 % interval; above 1 is better than BF16. A load is a number of clients, each of which sends its "
         "next request when the last is answered (concurrency), or requests at a rate that do not wait for answers.",
         breakable=True,
-    )  # fmt: skip
+    )
 
 
 def _group(
-    comparison: Comparison,
-    name: str,
-    arms: list[str],
-    by_arm: dict[str, dict[str, LoadCell]],
-    records: dict[str, Record],
+    comparison: Comparison, name: str, arms: list[str], by_arm: dict[str, dict[str, LoadCell]], records: dict[str, Record]
 ) -> Group:
     summaries = {arm: summarize(by_arm[arm][name]) for arm in arms if name in by_arm[arm]}
 
@@ -58,9 +56,9 @@ def _group(
 
     def ratio(metric: str) -> list[Row]:
         cells = [
-            Cell("—") if arm == BASELINE else
-            number_cell(comparison.serving_ratio.get(arm, {}).get(name, {}).get(metric), "×") for arm in arms
-        ]  # fmt: skip
+            Cell("—") if arm == BASELINE else number_cell(comparison.serving_ratio.get(arm, {}).get(name, {}).get(metric), "×")
+            for arm in arms
+        ]
         return [Row("↳ relative to BF16", cells)] if any(c.text not in ("—", "n/a") for c in cells) else []
 
     rows = [row("Throughput", lambda arm, s: _throughput(s, records[arm].engine.emulated), "output tokens per second")]
@@ -68,9 +66,7 @@ def _group(
     for metric, label in LATENCIES.items():
         rows.append(row(label, lambda arm, s, m=metric: _latency(s.quantiles[m]), "median"))
         rows += ratio(metric)
-    rows.append(
-        row("Prompt length", lambda arm, s: _prompt(s, by_arm[arm][name]), "tokens, mean, as the server counted")
-    )
+    rows.append(row("Prompt length", lambda arm, s: _prompt(s, by_arm[arm][name]), "tokens, mean, as the server counted"))
     rows.append(row("Answer length", lambda arm, s: _length(s), "tokens, mean"))
     rows.append(row("Failed requests", lambda arm, s: _failures(s)))
     rows.append(row("Kernels", lambda arm, s: Cell(clean(records[arm].engine.kernel_path or "unknown", 80))))
@@ -106,11 +102,7 @@ def _length(summary: CellSummary) -> Cell:
 def _prompt(summary: CellSummary, asked: LoadCell) -> Cell:
     if summary.input_tokens is None:
         return NOT_AVAILABLE
-    other = (
-        asked.input_tokens is not None
-        and not asked.drawn
-        and summary.input_range not in (None, (asked.input_tokens,) * 2)
-    )
+    other = asked.input_tokens is not None and not asked.drawn and summary.input_range not in (None, (asked.input_tokens,) * 2)
     return Cell(significant(summary.input_tokens), f"{asked.input_tokens} sent" if other else "")
 
 
@@ -127,14 +119,26 @@ def serving_notes(records: list[Record]) -> Notes | None:
         data = record.data
         assert isinstance(data, ServingData)
         engine = record.engine
-        items.append((f"{arm_name(arm)}, load", clean(f"{data.driver}, {data.endpoint}; served by {engine.name} "
-                      f"{engine.version} {engine.dtype} on {engine.device or 'an unknown device'}, "
-                      f"{engine.kernel_path or 'kernels unknown'}", 300)))  # fmt: skip
+        items.append(
+            (
+                f"{arm_name(arm)}, load",
+                clean(
+                    f"{data.driver}, {data.endpoint}; served by {engine.name} "
+                    f"{engine.version} {engine.dtype} on {engine.device or 'an unknown device'}, "
+                    f"{engine.kernel_path or 'kernels unknown'}",
+                    300,
+                ),
+            )
+        )
         for cost in data.overhead:
-            items.append((f"{arm_name(arm)}, cost of the client at concurrency {cost.concurrency}",
-                          f"{_ms(cost.ttft_ms)} to the first token, {_ms(cost.tpot_ms)} per token, at most "
-                          f"{_rate(cost.tokens_per_s)}, against a server that answers at once "
-                          f"({plural(cost.n, 'request')})"))  # fmt: skip
+            items.append(
+                (
+                    f"{arm_name(arm)}, cost of the client at concurrency {cost.concurrency}",
+                    f"{_ms(cost.ttft_ms)} to the first token, {_ms(cost.tpot_ms)} per token, at most "
+                    f"{_rate(cost.tokens_per_s)}, against a server that answers at once "
+                    f"({plural(cost.n, 'request')})",
+                )
+            )
         notes = [f"{cell.name}: {warning}" for cell in data.cells for warning in summarize(cell).warnings]
         items += [(f"{arm_name(arm)}, note", clean(note, 300)) for note in [*data.notes, *notes]]
     return Notes(items) if items else None

@@ -39,15 +39,16 @@ def kl_by_stratum(comparison: Comparison) -> Table | None:
         names = names_of(rows, stratum)
         # One source only is the whole text, which the summary has.
         if len(names) > 1:
-            entries = [
-                Row(clean(name, 60), [_estimate(stratum(row).get(name)) for row in rows.values()]) for name in names
-            ]
+            entries = [Row(clean(name, 60), [_estimate(stratum(row).get(name)) for row in rows.values()]) for name in names]
             groups.append(Group(title, entries))
     layers = names_of(rows, lambda row: row.by_layer)
     if layers:
-        groups.append(Group("Error of the hidden states behind a layer, relative", [
-            Row(clean(name, 60), [_number(row.by_layer.get(name)) for row in rows.values()]) for name in layers
-        ]))  # fmt: skip
+        groups.append(
+            Group(
+                "Error of the hidden states behind a layer, relative",
+                [Row(clean(name, 60), [_number(row.by_layer.get(name)) for row in rows.values()]) for name in layers],
+            )
+        )
     if not groups:
         return None
     note = "KL in nats per token, with intervals over sequences; layers: sum of squared differences / sum of squares."
@@ -103,9 +104,7 @@ def outputs(comparison: Comparison) -> Table | None:
     if not groups:
         return None
     columns = ["", "Tokens an answer", "Relative to BF16", "Cut off", "Loops", "Empty", "Tokens a correct answer"]
-    note = (
-        "Tokens generated, thinking included. Cut off: by the limit of tokens. Loops: the answer ends in a repetition."
-    )
+    note = "Tokens generated, thinking included. Cut off: by the limit of tokens. Loops: the answer ends in a repetition."
     return Table("What the answers looked like", columns, groups, note, breakable=True)
 
 

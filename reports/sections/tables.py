@@ -56,12 +56,7 @@ def _detail(limits: str, note: str, reason: str) -> str:
 def summary(comparison: Comparison, records: list[Record]) -> Table:
     """BF16 | PTQ | QAD side by side."""
     arms = comparison.arms
-    groups = [
-        accuracy_group(comparison),
-        fidelity_group(comparison),
-        _size(arms, records),
-        speed_group(comparison, records),
-    ]
+    groups = [accuracy_group(comparison), fidelity_group(comparison), _size(arms, records), speed_group(comparison, records)]
     return Table(
         caption="The arms side by side",
         columns=["", *map(arm_name, arms), "n"],
@@ -168,23 +163,15 @@ def _size(arms: list[str], records: list[Record]) -> Group:
         return Group("Size", [])
 
     def row(label: str, detail: str, cell: Callable[[MemoryData], Cell]) -> Row:
-        return Row(
-            label, [*(cell(memory[arm]) if arm in memory else NOT_MEASURED for arm in arms), Cell("exact")], detail
-        )
+        return Row(label, [*(cell(memory[arm]) if arm in memory else NOT_MEASURED for arm in arms), Cell("exact")], detail)
 
     def on_disk(data: MemoryData) -> Cell:
         return Cell(f"{gigabytes(data.file_bytes)} GB", f"{gigabytes(data.file_bytes, binary=True)} GiB")
 
     rows = [
         row("On disk", "weight files", on_disk),
-        row(
-            "Effective bits", "per parameter", lambda d: Cell(f"{d.effective_bits:.2f} bits" if d.parameters else "n/a")
-        ),
-        row(
-            "In four bits",
-            "share of the parameters",
-            lambda d: Cell(percent(d.quantized_share) if d.parameters else "n/a"),
-        ),
+        row("Effective bits", "per parameter", lambda d: Cell(f"{d.effective_bits:.2f} bits" if d.parameters else "n/a")),
+        row("In four bits", "share of the parameters", lambda d: Cell(percent(d.quantized_share) if d.parameters else "n/a")),
     ]
     return Group("Size", rows)
 
@@ -269,9 +256,6 @@ def table_text(table: Table) -> str:
             label = row.label if row.label.startswith("↳") or not row.detail else f"{row.label} ({row.detail})"
             cells = [f"{c.text} ({c.detail})" if c.detail else c.text for c in row.cells]
             lines.append([f"  {label.replace('↳', '  ')}", *cells])
-    widths = [
-        max((len(line[i]) for line in lines if len(line) > i and len(line) > 1), default=0)
-        for i in range(len(lines[0]))
-    ]
+    widths = [max((len(line[i]) for line in lines if len(line) > i and len(line) > 1), default=0) for i in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
     return "\n".join(text)

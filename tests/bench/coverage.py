@@ -26,9 +26,18 @@ SIDE_BY_SIDE = 25  # suites whose chains run together
 TrueValues = Callable[[np.random.Generator, int], Floats]  # of k benchmarks
 # Questions, answers to each, BF16's score: eleven benchmarks of the sizes that are published.
 PUBLISHED = [
-    (30, 64, 0.9), (198, 8, 0.75), (454, 8, 0.7), (338, 8, 0.4), (300, 5, 0.7), (12_032, 1, 0.78), (1000, 1, 0.6),
-    (500, 4, 0.85), (114, 4, 0.5), (100, 16, 0.4), (2158, 1, 0.12),
-]  # fmt: skip
+    (30, 64, 0.9),
+    (198, 8, 0.75),
+    (454, 8, 0.7),
+    (338, 8, 0.4),
+    (300, 5, 0.7),
+    (12_032, 1, 0.78),
+    (1000, 1, 0.6),
+    (500, 4, 0.85),
+    (114, 4, 0.5),
+    (100, 16, 0.4),
+    (2158, 1, 0.12),
+]
 
 
 def holds(found: Interval, true: float) -> bool:
@@ -42,9 +51,7 @@ def width(found: Interval) -> float:
 
 
 def pairs(simulations: int) -> None:
-    print(
-        "items x repeats, score, noise | differing | recovery difference | p <= .05 | non-inferior, inferior at the margin"
-    )
+    print("items x repeats, score, noise | differing | recovery difference | p <= .05 | non-inferior, inferior at the margin")
     for n in (30, 100, 1000):
         for repeats in (1, 8):
             for right, noise in ((0.8, 1.0), (0.8, 0.3), (0.5, 0.1), (0.9, 0.05)):
@@ -81,8 +88,12 @@ def suites(simulations: int) -> None:
         return lambda rng, k: 1 + by * rng.standard_normal(k)
 
     for errors in (
-        np.full(11, 0.02), SUITE, np.array([0.02, 0.035, 0.08]), *(SUITE[:k] for k in (5, 7, 10)), np.tile(SUITE, 2)[:21]
-    ):  # fmt: skip
+        np.full(11, 0.02),
+        SUITE,
+        np.array([0.02, 0.035, 0.08]),
+        *(SUITE[:k] for k in (5, 7, 10)),
+        np.tile(SUITE, 2)[:21],
+    ):
         k = len(errors)
         half = (k - k // 2, k // 2)  # the median is one of the upper, larger group
         scatters = {
@@ -102,14 +113,14 @@ def suites(simulations: int) -> None:
         for scatter, true_values in scatters.items():
             suite(simulations, f"{name}, {scatter}", errors, true_values)
         for one, other in (
-            ("two groups 0.06 apart", "alike"), ("scattered by 0.02", "two groups 0.04 apart"), ("upper edge", "lower edge")
-        ):  # fmt: skip
+            ("two groups 0.06 apart", "alike"),
+            ("scattered by 0.02", "two groups 0.04 apart"),
+            ("upper edge", "lower edge"),
+        ):
             suite(simulations, f"{name}, {one} beside {other}", errors, scatters[one], scatters[other])
 
 
-def suite(
-    simulations: int, label: str, errors: Floats, true_values: TrueValues, other: TrueValues | None = None
-) -> None:
+def suite(simulations: int, label: str, errors: Floats, true_values: TrueValues, other: TrueValues | None = None) -> None:
     """Two arms with the same true values, or with others, and errors that correlate by half, as those of paired arms do."""
     rng = np.random.default_rng(list(label.encode()))
     k = len(errors)

@@ -47,17 +47,25 @@ def main() -> None:
                 if repeat:
                     seconds[name].append(time.perf_counter() - started)
     ratios = [b / a for a, b in zip(seconds["at once"], seconds["one by one"], strict=True)]
-    what = (
-        f"{args.experts} experts of {args.hidden} x {args.hidden // 2}, 8 a token, {args.tokens} tokens, {args.dtype}"
+    what = f"{args.experts} experts of {args.hidden} x {args.hidden // 2}, 8 a token, {args.tokens} tokens, {args.dtype}"
+    print(
+        f"{what}, with optimizer and quantization: all at once is {statistics.median(ratios):.1f} times as fast as one by one "
+        f"({min(ratios):.1f}-{max(ratios):.1f})"
     )
-    print(f"{what}, with optimizer and quantization: all at once is {statistics.median(ratios):.1f} times as fast as one by one "
-          f"({min(ratios):.1f}-{max(ratios):.1f})")  # fmt: skip
 
 
 def _layer(experts: int, hidden: int, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=hidden // 2, num_hidden_layers=1, num_experts=experts,
-                            vocab_size=64, num_experts_per_tok=8, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    config = Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=hidden // 2,
+        num_hidden_layers=1,
+        num_experts=experts,
+        vocab_size=64,
+        num_experts_per_tok=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 

@@ -35,9 +35,15 @@ def random_llama(folder: Path, gigabytes: float, tokenizer: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=7168, num_attention_heads=16, num_key_value_heads=8, vocab_size=8192,
-        num_hidden_layers=max(1, round(gigabytes / 0.113)), tie_word_embeddings=True, dtype=torch.bfloat16,
-    )  # fmt: skip
+        hidden_size=2048,
+        intermediate_size=7168,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=8192,
+        num_hidden_layers=max(1, round(gigabytes / 0.113)),
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -147,8 +153,11 @@ def compare(model: Path, format: str) -> None:
     print(f"export of {model.name}, {format}, {packed} packed modules, equal codes")
     print(f"  ours {our_time:.1f} s, ModelOpt {their_time:.1f} s: {their_time / our_time:.1f} times as fast")
     own, their_own = our_peak - our_start, their_peak - their_start
-    print(f"  memory above imports: ours {own / 1e9:.2f} GB, ModelOpt {their_own / 1e9:.2f} GB: {own / their_own:.2f} of its "
-          f"(in all {our_peak / 1e9:.2f} and {their_peak / 1e9:.2f} GB)", flush=True)  # fmt: skip
+    print(
+        f"  memory above imports: ours {own / 1e9:.2f} GB, ModelOpt {their_own / 1e9:.2f} GB: {own / their_own:.2f} of its "
+        f"(in all {our_peak / 1e9:.2f} and {their_peak / 1e9:.2f} GB)",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

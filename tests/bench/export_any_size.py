@@ -37,10 +37,14 @@ from qad.training.stages import require_finite
 
 HIDDEN, INTERMEDIATE, KV, VOCABULARY = 4096, 14336, 1024, 32768
 LINEARS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN), "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}  # fmt: skip
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 LARGEST_GROUP = 2 * INTERMEDIATE * HIDDEN * 2
 
@@ -64,10 +68,7 @@ def weights(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def build_source(folder: Path, gigabytes: float) -> Linked:
     layer = {f"model.layers.0.{m}.weight": weights(s, i) for i, (m, s) in enumerate(LINEARS.items())}
     layer |= {f"model.layers.0.{norm}.weight": torch.ones(HIDDEN).bfloat16() for norm in NORMS}
-    outside = {
-        "model.embed_tokens.weight": weights((VOCABULARY, HIDDEN), 9),
-        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
-    }
+    outside = {"model.embed_tokens.weight": weights((VOCABULARY, HIDDEN), 9), "model.norm.weight": torch.ones(HIDDEN).bfloat16()}
     size = sum(weight.numel() * 2 for weight in layer.values())
     layers = max(1, round((gigabytes * 1e9 - VOCABULARY * HIDDEN * 2) / size))
     names = [f"model-{i:05d}.safetensors" for i in range(layers + 1)]
@@ -80,10 +81,17 @@ def build_source(folder: Path, gigabytes: float) -> Linked:
         for name, weight in layer.items():
             tensors[name.replace("layers.0.", f"layers.{i}.")] = TensorInfo(folder / file, "BF16", tuple(weight.shape))
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
-        "intermediate_size": INTERMEDIATE, "num_hidden_layers": layers, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "tie_word_embeddings": True, "dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     index = {"weight_map": {name: info.file.name for name, info in tensors.items()}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -164,18 +172,24 @@ def synthetic(gigabytes: float, root: Path) -> None:
     copies.append(copy(source, root))
     written = sum(path.stat().st_size for path in (root / "out").iterdir())
     copied = sum(copies) / 2
-    print(f"source of {size / 1e9:.1f} GB in {len({i.file for i in source.tensors.values()})} shards, W4A16_NVFP4, "
-          f"{written / 1e9:.2f} GB written")  # fmt: skip
+    print(
+        f"source of {size / 1e9:.1f} GB in {len({i.file for i in source.tensors.values()})} shards, W4A16_NVFP4, "
+        f"{written / 1e9:.2f} GB written"
+    )
     print(f"  cp           {copied:7.1f} s  before and after: {copies[0]:.1f}, {copies[1]:.1f}")
     print(f"  export       {found['export']:7.1f} s  of these {found['digest']:.1f} s hash the source")
     print(f"  NaN and Inf  {found['finite']:7.1f} s  when the arm is made")
     print(f"  check        {found['check']:7.1f} s  peak memory until then {found['checked_peak_bytes'] / 1e9:.2f} GB")
-    print(f"  memory       {found['import_bytes'] / 1e9:7.2f} GB before the export, largest scale group "
-          f"{LARGEST_GROUP / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"  memory       {found['import_bytes'] / 1e9:7.2f} GB before the export, largest scale group "
+        f"{LARGEST_GROUP / 1e9:.2f} GB"
+    )
     speeds = {what: size / taken / 1e9 for what, taken in (("export", found["export"]), ("cp", copied))}
-    print(f"export of {size / 1e9:.1f} GB at {speeds['export']:.2f} GB/s, {speeds['export'] / speeds['cp']:.2f} of cp's speed "
-          f"({speeds['cp']:.2f} GB/s), {found['peak_bytes'] / 1e9:.2f} GB of peak memory, checked in "
-          f"{found['check']:.1f} s")  # fmt: skip
+    print(
+        f"export of {size / 1e9:.1f} GB at {speeds['export']:.2f} GB/s, {speeds['export'] / speeds['cp']:.2f} of cp's speed "
+        f"({speeds['cp']:.2f} GB/s), {found['peak_bytes'] / 1e9:.2f} GB of peak memory, checked in "
+        f"{found['check']:.1f} s"
+    )
 
 
 def main() -> None:

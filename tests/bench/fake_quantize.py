@@ -32,8 +32,10 @@ def modelopt(weight: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     print("4096 x 4096, time relative to torch.clone of the same tensor in the same run (median)")
     print("in place: into a tensor that is there, as the trainer deploys; the others make a new one")
-    print(f"{'dtype':<10}{'compiled':>10}{'in place':>10}{'activation':>12}{'eager':>10}{'ModelOpt':>10}"
-          f"{'ModelOpt / compiled':>22}{'/ in place':>12}")  # fmt: skip
+    print(
+        f"{'dtype':<10}{'compiled':>10}{'in place':>10}{'activation':>12}{'eager':>10}{'ModelOpt':>10}"
+        f"{'ModelOpt / compiled':>22}{'/ in place':>12}"
+    )
     for dtype in (torch.float32, torch.bfloat16):
         weight = torch.randn(4096, 4096, dtype=dtype, generator=torch.Generator().manual_seed(0))
         scale = nvfp4.global_scale_from_amax(weight.abs().amax())
@@ -47,8 +49,10 @@ def main() -> None:
             eager = median_seconds(lambda w=weight, s=scale: nvfp4.fake_quantize(w, s), 3)
         theirs = median_seconds(lambda w=weight: modelopt(w), 3)
         name = str(dtype).removeprefix("torch.")
-        print(f"{name:<10}{compiled / clone:>9.1f}x{into / clone:>9.1f}x{activation / clone:>11.1f}x{eager / clone:>9.1f}x"
-              f"{theirs / clone:>9.1f}x{theirs / compiled:>21.1f}x{theirs / into:>11.1f}x")  # fmt: skip
+        print(
+            f"{name:<10}{compiled / clone:>9.1f}x{into / clone:>9.1f}x{activation / clone:>11.1f}x{eager / clone:>9.1f}x"
+            f"{theirs / clone:>9.1f}x{theirs / compiled:>21.1f}x{theirs / into:>11.1f}x"
+        )
 
 
 if __name__ == "__main__":

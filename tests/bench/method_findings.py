@@ -60,15 +60,29 @@ class Place:
 
     def job(self, text: str, **train: Any) -> Job:
         both = self.blend()
-        recipe = parse_recipe({
-            "model": str(self.originals / "small"), "seed": self.seed, "dtype": "float32",
-            "calibrate": {"data": both, "samples": 64, "seq_len": SEQ_LEN},
-            "train": {
-                "data": both, "validation_data": both, "tokens": self.steps * BATCH * SEQ_LEN, "seq_len": SEQ_LEN,
-                "batch_size": BATCH, "lr": RATE, "schedule": "linear", "warmup_steps": self.steps // 10,
-                "validate_every": max(1, self.steps // 3), "save_every": self.steps, "validation_tokens": 4096, **train,
+        recipe = parse_recipe(
+            {
+                "model": str(self.originals / "small"),
+                "seed": self.seed,
+                "dtype": "float32",
+                "calibrate": {"data": both, "samples": 64, "seq_len": SEQ_LEN},
+                "train": {
+                    "data": both,
+                    "validation_data": both,
+                    "tokens": self.steps * BATCH * SEQ_LEN,
+                    "seq_len": SEQ_LEN,
+                    "batch_size": BATCH,
+                    "lr": RATE,
+                    "schedule": "linear",
+                    "warmup_steps": self.steps // 10,
+                    "validate_every": max(1, self.steps // 3),
+                    "save_every": self.steps,
+                    "validation_tokens": 4096,
+                    **train,
+                },
             },
-        }, "bench")  # fmt: skip
+            "bench",
+        )
         return prepare(recipe, text_folder=self.folder / "text" / text)
 
 
@@ -183,10 +197,7 @@ def findings() -> list[tuple[str, Callable[[dict[str, Any]], float]]]:
         ("3  random tokens no worse than PTQ", less("random tokens", "PTQ")),
         ("4  own original better than a larger teacher, KL", less("QAD", "larger teacher")),
         ("4  the same, cross-entropy", less("QAD", "larger teacher", "ce")),
-        (
-            "5  too high a rate ends above PTQ",
-            lambda r: r["rate x 100"]["val_kl_start"] - r["rate x 100"]["val_kl_last"],
-        ),
+        ("5  too high a rate ends above PTQ", lambda r: r["rate x 100"]["val_kl_start"] - r["rate x 100"]["val_kl_last"]),
         ("5  too low a rate recovers less", less("QAD", "rate / 100")),
     ]
 
@@ -198,11 +209,7 @@ def table(seeds: list[dict[str, Any]]) -> list[str]:
 
     lines = [f"{'arm':<16}{'KL prose':>20}{'KL code':>20}{'cross-entropy':>20}   (mean +- sd of {len(seeds)} seeds)"]
     for arm in seeds[0]:
-        columns = [
-            [s[arm]["kl prose"] for s in seeds],
-            [s[arm]["kl code"] for s in seeds],
-            [mean(s[arm], "ce") for s in seeds],
-        ]
+        columns = [[s[arm]["kl prose"] for s in seeds], [s[arm]["kl code"] for s in seeds], [mean(s[arm], "ce") for s in seeds]]
         lines.append(f"{arm:<16}" + "".join(f"{spread(c):>20}" for c in columns))
     lines += ["", f"{'finding, and the difference that should be negative':<52}{'mean +- sd':>20}  seeds with the sign"]
     for name, difference in findings():

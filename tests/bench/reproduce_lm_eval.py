@@ -86,10 +86,15 @@ def plain_lm_eval(model: str, tasks: Path, limit: int, out: Path) -> None:
     import qad.hf  # noqa: F401  (opens NVFP4 folders)
 
     results = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": model, "dtype": "float32", "device": "cpu"}, tasks=list(TASKS),
-        task_manager=TaskManager(include_path=[str(tasks)], include_defaults=False), limit=limit, batch_size=1,
-        bootstrap_iters=0, log_samples=True,
-    )  # fmt: skip
+        model="hf",
+        model_args={"pretrained": model, "dtype": "float32", "device": "cpu"},
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=[str(tasks)], include_defaults=False),
+        limit=limit,
+        batch_size=1,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
     assert results is not None
     metrics = {task: [m for m in ("acc", "acc_norm") if m in found[0]] for task, found in results["samples"].items()}
     items = {

@@ -24,16 +24,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     batch = args.tokens_per_step // 256
-    job = prepare(parse_recipe({
-        "model": args.model,
-        "calibrate": {"data": "python-docs", "samples": 4, "seq_len": 64},
-        "train": {"data": "python-docs", "tokens": (args.steps + 2) * batch * 256, "seq_len": 256, "batch_size": batch},
-    }, "bench"))  # fmt: skip
+    job = prepare(
+        parse_recipe(
+            {
+                "model": args.model,
+                "calibrate": {"data": "python-docs", "samples": 4, "seq_len": 64},
+                "train": {"data": "python-docs", "tokens": (args.steps + 2) * batch * 256, "seq_len": 256, "batch_size": batch},
+            },
+            "bench",
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         ptq_arm(job, Path(folder) / "ptq")
         ratios = step_ratios(job, Path(folder) / "ptq", args.steps + 2)
-    print(f"step of {batch * 256} tokens in {job.dtype}: QAD / plain distillation {statistics.median(ratios):.2f}x "
-          f"(range {min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} interleaved pairs)")  # fmt: skip
+    print(
+        f"step of {batch * 256} tokens in {job.dtype}: QAD / plain distillation {statistics.median(ratios):.2f}x "
+        f"(range {min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} interleaved pairs)"
+    )
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("QAD_COMPILE", "0")
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu_check"))
-    spec = importlib.util.spec_from_file_location(
-        "gpu_check_script", Path(__file__).parent / "gpu_check" / "__main__.py"
-    )
+    spec = importlib.util.spec_from_file_location("gpu_check_script", Path(__file__).parent / "gpu_check" / "__main__.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

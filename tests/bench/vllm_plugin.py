@@ -35,9 +35,11 @@ def main(model: str, python: str, *dtypes: str) -> None:
             speeds = measured(python, dtype, folder)
             ratios = [ours / theirs for ours, theirs in zip(speeds["plugin"], speeds["emulation"], strict=True)]
             middle = {kernel: statistics.median(found) for kernel, found in speeds.items()}
-            print(f"{dtype}: plugin {middle['plugin']:.2f} tokens/s, vLLM's emulation {middle['emulation']:.2f}, ratio "
-                  f"{statistics.median(ratios):.1f} (target {TARGETS[dtype]:g}; turns {', '.join(f'{r:.1f}' for r in ratios)})",
-                  flush=True)  # fmt: skip
+            print(
+                f"{dtype}: plugin {middle['plugin']:.2f} tokens/s, vLLM's emulation {middle['emulation']:.2f}, ratio "
+                f"{statistics.median(ratios):.1f} (target {TARGETS[dtype]:g}; turns {', '.join(f'{r:.1f}' for r in ratios)})",
+                flush=True,
+            )
 
 
 def measured(python: str, dtype: str, folder: Path) -> dict[str, list[float]]:
@@ -62,9 +64,7 @@ def start(python: str, kernel: str, dtype: str, folder: Path) -> Any:
     plugins = {"VLLM_PLUGINS": ""} if kernel == "emulation" else {}
     env = {**os.environ, **environment(Path(python)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **plugins}
     command = [python, __file__, "--child", kernel, dtype, str(folder)]
-    child = subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     answer(child)
     return child
 
@@ -96,8 +96,15 @@ def serve(kernel: str, dtype: str, folder: str) -> None:
 
         register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
         plugin._allow_float32()
-    llm = vllm.LLM(folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=PROMPT + NEW + 1,
-                   max_num_seqs=SEQUENCES, enable_prefix_caching=False)  # fmt: skip
+    llm = vllm.LLM(
+        folder,
+        dtype=dtype,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=PROMPT + NEW + 1,
+        max_num_seqs=SEQUENCES,
+        enable_prefix_caching=False,
+    )
     prompts = [{"prompt_token_ids": [(s * 37 + i * 101) % 1000 + 3 for i in range(PROMPT)]} for s in range(SEQUENCES)]
 
     def run(new: int) -> None:

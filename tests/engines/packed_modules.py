@@ -62,10 +62,7 @@ def _read() -> dict[str, Any]:
             except (ImportError, AttributeError):
                 continue  # needs what this build lacks
             found[json.dumps(_fused(model), sort_keys=True)].append(architecture)
-    return {
-        "vllm": vllm.__version__,
-        "fused": [[json.loads(fused), sorted(names)] for fused, names in sorted(found.items())],
-    }
+    return {"vllm": vllm.__version__, "fused": [[json.loads(fused), sorted(names)] for fused, names in sorted(found.items())]}
 
 
 def _fused(model: type) -> dict[str, list[str]]:

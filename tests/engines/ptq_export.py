@@ -29,6 +29,13 @@ def export_ptq(
     windows = Windows.of(ids, torch.arange(ids.shape[1]).expand(ids.shape).contiguous())
     found = calibrate(load_model(checkpoint, "float32", "cpu"), selection, windows, kv_cache=kv_cache)
     arm = out.with_name(f"{out.name}_arm")
-    run_stage("arm", arm, {}, {}, lambda folder: write_arm(
-        folder, "ptq", checkpoint, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv_cache))  # fmt: skip
+    run_stage(
+        "arm",
+        arm,
+        {},
+        {},
+        lambda folder: write_arm(
+            folder, "ptq", checkpoint, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv_cache
+        ),
+    )
     return export_arm(arm, out).path

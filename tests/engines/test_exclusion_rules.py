@@ -26,9 +26,7 @@ DENSE = {
 }
 ROUTERS = {f"{layer}.mlp.gate": [f"{layer}.mlp.gate"] for layer in LAYERS}
 EXPERTS = {
-    f"{layer}.mlp.experts": [
-        f"{layer}.mlp.experts.{e}.{p}" for e in (0, 1) for p in ("gate_proj", "up_proj", "down_proj")
-    ]
+    f"{layer}.mlp.experts": [f"{layer}.mlp.experts.{e}.{p}" for e in (0, 1) for p in ("gate_proj", "up_proj", "down_proj")]
     for layer in LAYERS
 }
 MEMBERS = {member for members in (*DENSE.values(), *ROUTERS.values(), *EXPERTS.values()) for member in members}
@@ -40,18 +38,27 @@ def pattern(r: random.Random) -> str:
     parent, _, leaf = name.rpartition(".")
     cuts = name.split(".")
     forms = [
-        name, name, name, f"*.{leaf}", f"{parent}*", f"{parent}.*", ".".join(cuts[: r.randrange(1, len(cuts) + 1)]),
-        f"re:.*{leaf}", f"re:{parent}.*", f"re:{name}$", name[:-1], f"*{name[5:]}", leaf,
-    ]  # fmt: skip
+        name,
+        name,
+        name,
+        f"*.{leaf}",
+        f"{parent}*",
+        f"{parent}.*",
+        ".".join(cuts[: r.randrange(1, len(cuts) + 1)]),
+        f"re:.*{leaf}",
+        f"re:{parent}.*",
+        f"re:{name}$",
+        name[:-1],
+        f"*{name[5:]}",
+        leaf,
+    ]
     return r.choice(forms)
 
 
 def pattern_lists(number: int) -> list[list[str]]:
     r = random.Random(7)
     lists = [[pattern(r) for _ in range(r.randrange(4))] for _ in range(number)]
-    whole = [
-        [*r.choice(list(DENSE.values())), *(pattern(r) for _ in range(r.randrange(2)))] for _ in range(number // 3)
-    ]
+    whole = [[*r.choice(list(DENSE.values())), *(pattern(r) for _ in range(r.randrange(2)))] for _ in range(number // 3)]
     return [*lists, *whole]
 
 
@@ -80,9 +87,7 @@ def test_the_modelopt_rule_is_vllms() -> None:
 
 
 def test_the_compressed_tensors_rule_is_vllms() -> None:
-    module_of: Any = pytest.importorskip(
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
-    )
+    module_of: Any = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
     import torch
 
     classes = {name: type(name, (torch.nn.Module,), {})() for name in ("QKVParallelLinear", "ParallelLMHead")}
@@ -111,12 +116,14 @@ def test_the_algorithm_of_a_module_of_a_mixed_checkpoint_is_vllms() -> None:
     r, answers = random.Random(9), set()
     names = sorted(MEMBERS | {"lm_head", "model.layers.1.mlp", "model.layers.11.mlp.experts"})
     for ignore in pattern_lists(300):
-        listed = {
-            name: r.choice(["FP8", "NVFP4", "W4A16_NVFP4"]) for name in r.sample(names, r.randrange(1, len(names)))
-        }
+        listed = {name: r.choice(["FP8", "NVFP4", "W4A16_NVFP4"]) for name in r.sample(names, r.randrange(1, len(names)))}
         if r.random() < 0.5:  # what is valid: fused members agree
-            listed = {name: listed[next(m for m in members if m in listed)] for members in DENSE.values() for name in members
-                      if any(m in listed for m in members)} or listed  # fmt: skip
+            listed = {
+                name: listed[next(m for m in members if m in listed)]
+                for members in DENSE.values()
+                for name in members
+                if any(m in listed for m in members)
+            } or listed
         layers = {name: {"quant_algo": algorithm, "group_size": 16} for name, algorithm in listed.items()}
         config = modelopt.ModelOptMixedPrecisionConfig.from_config(
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ignore}

@@ -43,10 +43,7 @@ def test_what_vllm_fuses_shares_scales() -> None:
                 continue
             modules = [f"model.layers.0.x.{member}" for member in members]
             assert family.scale_groups(modules) == [tuple(modules)], (architecture, model_type, members)
-            assert {family.fused_name(m, modules) for m in modules} == {f"model.layers.0.x.{name}"}, (
-                architecture,
-                name,
-            )
+            assert {family.fused_name(m, modules) for m in modules} == {f"model.layers.0.x.{name}"}, (architecture, name)
             seen += 1
     assert seen > 200
 

@@ -36,10 +36,7 @@ def test_parity_of_the_ptq_folder_holds(smollm2: Path, vllm_python: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("format", "layout"),
-    [("NVFP4", "compressed-tensors"), ("W4A16_NVFP4", "modelopt"), ("W4A16_NVFP4", "compressed-tensors")],
+    ("format", "layout"), [("NVFP4", "compressed-tensors"), ("W4A16_NVFP4", "modelopt"), ("W4A16_NVFP4", "compressed-tensors")]
 )
-def test_parity_of_other_folders_holds(
-    smollm2: Path, vllm_python: Path, tmp_path: Path, format: str, layout: str
-) -> None:
+def test_parity_of_other_folders_holds(smollm2: Path, vllm_python: Path, tmp_path: Path, format: str, layout: str) -> None:
     parity(smollm2, format, vllm_python, tmp_path, layout)

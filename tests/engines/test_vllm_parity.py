@@ -32,11 +32,21 @@ PROMPTS = [[(seed * 37 + place * 101) % 500 + 3 for place in range(16)] for seed
 NEW = 16
 LONG = [(place * 89) % 500 + 3 for place in range(200)]
 HOLDS = (
-    "llama_w4a4", "llama_w4a4_ct", "llama_w4a16", "llama_w4a16_ct", "llama_null_activations", "llama_fp8_kv",
+    "llama_w4a4",
+    "llama_w4a4_ct",
+    "llama_w4a16",
+    "llama_w4a16_ct",
+    "llama_null_activations",
+    "llama_fp8_kv",
     "llama_mixed",
-    "qwen3_moe_w4a4", "qwen3_moe_w4a4_ct", "qwen3_moe_w4a16", "mixtral_w4a4", "mixtral_w4a16_ct",
-    "qwen3_moe_fp8_experts", "qwen3_moe_fp8_experts_ct",
-)  # fmt: skip
+    "qwen3_moe_w4a4",
+    "qwen3_moe_w4a4_ct",
+    "qwen3_moe_w4a16",
+    "mixtral_w4a4",
+    "mixtral_w4a16_ct",
+    "qwen3_moe_fp8_experts",
+    "qwen3_moe_fp8_experts_ct",
+)
 MIXED = {"*.down_proj": "FP8", "*.0.mlp.*": "W4A16_NVFP4"}
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
@@ -83,16 +93,11 @@ def folders(
         found[f"{kind}_w4a4"] = export_ptq(moe, root / f"{kind}_w4a4", "NVFP4")
         found[f"{kind}_w4a16"] = export_ptq(moe, root / f"{kind}_w4a16", "W4A16_NVFP4")
         if kind == "qwen3_moe":
-            found[f"{kind}_fp8_experts"] = export_ptq(
-                moe, root / f"{kind}_fp8_experts", "NVFP4", formats={"*.experts.*": "FP8"}
-            )
+            found[f"{kind}_fp8_experts"] = export_ptq(moe, root / f"{kind}_fp8_experts", "NVFP4", formats={"*.experts.*": "FP8"})
     for name in ("llama_w4a4", "llama_w4a16", "qwen3_moe_w4a4", "qwen3_moe_fp8_experts", "mixtral_w4a16"):
         found[f"{name}_ct"] = convert(found[name], "compressed-tensors", root / f"{name}_ct").path
     found["llama_null_activations"] = null_activations(found["llama_w4a16"], root / "null_activations")
-    damaged = {
-        "k_scale": ("model.layers.0.self_attn.k_proj.weight_scale_2", 1.5),
-        "o_input": (f"{O_PROJ}.input_scale", 3.0),
-    }
+    damaged = {"k_scale": ("model.layers.0.self_attn.k_proj.weight_scale_2", 1.5), "o_input": (f"{O_PROJ}.input_scale", 3.0)}
     for name, (tensor, factor) in damaged.items():
         found[name] = scaled(found["llama_w4a4"], root / name, tensor, factor)
     return found
@@ -123,18 +128,20 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 @pytest.fixture(scope="module")
 def answers(
-    folders: dict[str, Path],
-    references: dict[str, Reference],
-    vllm_python: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    folders: dict[str, Path], references: dict[str, Reference], vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Scores]:
     out = tmp_path_factory.mktemp("answers")
 
     def job(name: str, prompts: list[list[int]], dtype: str = "float32") -> Job:
         return vllm_scores.job(
-            folders[name], out / f"{name}-{dtype}-{len(prompts)}.safetensors", prompts, new_tokens=NEW, dtype=dtype,
-            layers=references[name].inputs, overrides=plain_cache(folders[name]),
-        )  # fmt: skip
+            folders[name],
+            out / f"{name}-{dtype}-{len(prompts)}.safetensors",
+            prompts,
+            new_tokens=NEW,
+            dtype=dtype,
+            layers=references[name].inputs,
+            overrides=plain_cache(folders[name]),
+        )
 
     jobs = {name: job(name, PROMPTS) for name in folders}
     jobs["long"] = job("llama_w4a4", [LONG])
@@ -143,9 +150,7 @@ def answers(
     return dict(zip(jobs, vllm_scores.ask(vllm_python, list(jobs.values()), out), strict=True))
 
 
-def verdict(
-    name: str, folders: dict[str, Path], references: dict[str, Reference], answers: dict[str, Scores]
-) -> ParityData:
+def verdict(name: str, folders: dict[str, Path], references: dict[str, Reference], answers: dict[str, Scores]) -> ParityData:
     reference = references[name]
     return compared(folders[name], reference.loaded, PROMPTS, reference.outputs, answers[name])
 

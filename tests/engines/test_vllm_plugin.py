@@ -66,23 +66,26 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     for name, content in ((base, {}), (f"{base}.layers", {"utils": products}), (f"{base}.layers.fused_moe", {})):
         module(name, **content)
     linear = module(
-        f"{base}.kernels.linear", _POSSIBLE_NVFP4_KERNELS=kernels, _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]},
-        register_linear_kernel=register_linear_kernel, MarlinNvFp4LinearKernel="Marlin",
-    )  # fmt: skip
+        f"{base}.kernels.linear",
+        _POSSIBLE_NVFP4_KERNELS=kernels,
+        _POSSIBLE_FP8_KERNELS={Platform.CPU: ["CpuFp8"]},
+        register_linear_kernel=register_linear_kernel,
+        MarlinNvFp4LinearKernel="Marlin",
+    )
     module(f"{base}.kernels", linear=linear)
     fp4_experts, fp8_experts = (
         module(
-            f"{base}.layers.fused_moe.oracle.{name}",
-            backend_to_kernel_cls=lambda b: [f"vllm {b.value}"],
-            **{backends: Backend},
+            f"{base}.layers.fused_moe.oracle.{name}", backend_to_kernel_cls=lambda b: [f"vllm {b.value}"], **{backends: Backend}
         )
         for name, backends in (("nvfp4", "NvFp4MoeBackend"), ("fp8", "Fp8MoeBackend"))
     )
     module(f"{base}.layers.fused_moe.oracle", nvfp4=fp4_experts, fp8=fp8_experts)
     modelopt = module(
-        f"{base}.layers.quantization.modelopt", ModelOptNvFp4Config=Config, ModelOptMixedPrecisionConfig=Mixed,
+        f"{base}.layers.quantization.modelopt",
+        ModelOptNvFp4Config=Config,
+        ModelOptMixedPrecisionConfig=Mixed,
         ModelOptFp8Config=Fp8,
-    )  # fmt: skip
+    )
     module(f"{base}.layers.quantization", modelopt=modelopt)
     module(
         "harness.engines.vllm_cpu.linear",
@@ -109,17 +112,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def dtypes(vllm: types.SimpleNamespace) -> list[list[torch.dtype]]:
-    configs = (
-        vllm.modelopt.ModelOptNvFp4Config,
-        vllm.modelopt.ModelOptMixedPrecisionConfig,
-        vllm.modelopt.ModelOptFp8Config,
-    )
+    configs = (vllm.modelopt.ModelOptNvFp4Config, vllm.modelopt.ModelOptMixedPrecisionConfig, vllm.modelopt.ModelOptFp8Config)
     return [config().get_supported_act_dtypes() for config in configs]
 
 
-def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_nothing(
-    vllm: types.SimpleNamespace,
-) -> None:
+def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_nothing(vllm: types.SimpleNamespace) -> None:
     for _ in range(2):
         plugin.register()
         assert vllm.kernels == {Platform.CUDA: ["CudaKernel"], Platform.CPU: ["ours"]}
@@ -129,11 +126,7 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
         assert vllm.fp4.backend_to_kernel_cls(Backend.EMULATION) == ["w4a4 experts", "w4a16 experts"]
         assert vllm.fp8.backend_to_kernel_cls(Backend.TRITON) == ["fp8 experts"]
         assert vllm.root._custom_ops.scaled_fp8_quant == "our quantizer"
-        assert (
-            vllm.fp4.backend_to_kernel_cls(Backend.MARLIN)
-            == vllm.fp8.backend_to_kernel_cls(Backend.MARLIN)
-            == ["vllm MARLIN"]
-        )
+        assert vllm.fp4.backend_to_kernel_cls(Backend.MARLIN) == vllm.fp8.backend_to_kernel_cls(Backend.MARLIN) == ["vllm MARLIN"]
         found = dtypes(vllm)
         assert [len(one) for one in found] == [2, 3, 2]
         assert all(one.count(torch.float32) == 1 for one in found)
@@ -142,8 +135,10 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
 def untouched(vllm: types.SimpleNamespace) -> bool:
     experts = [*vllm.fp4.backend_to_kernel_cls(Backend.EMULATION), *vllm.fp8.backend_to_kernel_cls(Backend.TRITON)]
     return (vllm.kernels, experts, vllm.linear.MarlinNvFp4LinearKernel) == (
-        {Platform.CUDA: ["CudaKernel"]}, ["vllm EMULATION", "vllm TRITON"], "Marlin",
-    ) and not any(torch.float32 in one for one in dtypes(vllm))  # fmt: skip
+        {Platform.CUDA: ["CudaKernel"]},
+        ["vllm EMULATION", "vllm TRITON"],
+        "Marlin",
+    ) and not any(torch.float32 in one for one in dtypes(vllm))
 
 
 def test_off_cpu_it_changes_nothing(vllm: types.SimpleNamespace) -> None:
@@ -165,14 +160,7 @@ def test_an_untested_version_is_left_alone_and_the_log_says_so(
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [
-        ("0.32.0", True),
-        ("0.32", True),
-        ("0.32.1rc2+cpu", True),
-        ("0.320.0", False),
-        ("0.33.0", False),
-        ("1.0.32", False),
-    ],
+    [("0.32.0", True), ("0.32", True), ("0.32.1rc2+cpu", True), ("0.320.0", False), ("0.33.0", False), ("1.0.32", False)],
 )
 def test_a_series_is_what_is_tested(version: str, expected: bool) -> None:
     assert plugin.supported(version) is expected
@@ -190,9 +178,7 @@ def test_the_log_says_once_that_numbers_are_emulated(caplog: pytest.LogCaptureFi
 
 
 def test_its_import_loads_neither_vllm_nor_torch() -> None:
-    code = (
-        f"import sys; import {plugin.__name__}; assert not {{'vllm', 'torch'}} & set(sys.modules), 'imported too much'"
-    )
+    code = f"import sys; import {plugin.__name__}; assert not {{'vllm', 'torch'}} & set(sys.modules), 'imported too much'"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

@@ -25,10 +25,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 def recorded() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     with safe_open(VECTORS, framework="pt") as file:
         names = sorted({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118 (not a dict)
-        return {
-            n: (file.get_tensor(f"{n}/x"), file.get_tensor(f"{n}/input_scale"), file.get_tensor(f"{n}/y"))
-            for n in names
-        }
+        return {n: (file.get_tensor(f"{n}/x"), file.get_tensor(f"{n}/input_scale"), file.get_tensor(f"{n}/y")) for n in names}
 
 
 CASES = recorded()

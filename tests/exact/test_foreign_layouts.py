@@ -103,9 +103,7 @@ def test_the_converted_modelopt_folder_opens_in_transformers(tiny_llama_dir: Pat
     from transformers import AutoModelForCausalLM
 
     convert(by_modelopt(tiny_llama_dir, tmp_path / "theirs"), "compressed-tensors", tmp_path / "out")
-    model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
-    )
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():

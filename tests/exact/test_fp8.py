@@ -13,8 +13,18 @@ from qad.numerics.compiled import compilation
 
 pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 
-CASES = ["normal", "bf16", "outliers", "tiny blocks", "zero blocks", "all zero", "huge", "near-denormal", "signed zeros",
-         "lognormal"]  # fmt: skip
+CASES = [
+    "normal",
+    "bf16",
+    "outliers",
+    "tiny blocks",
+    "zero blocks",
+    "all zero",
+    "huge",
+    "near-denormal",
+    "signed zeros",
+    "lognormal",
+]
 
 
 def codes(tensor: torch.Tensor) -> torch.Tensor:

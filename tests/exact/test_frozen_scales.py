@@ -56,9 +56,9 @@ def test_scale_bytes_equal_modelopts_static_export_but_for_zero_blocks(name: str
     frozen = search_scales({"m": weights(name)}, "mse")["m"]
     amax = frozen.block_scale.float() * frozen.global_scale * 6
     zero = (weights(name) == 0).view(32, 6, 16).all(-1)
-    theirs = NVFP4QTensor._cast_per_block_scale_to_fp8(
-        torch.where(zero, 1.0, amax / 6), frozen.global_scale * 2688 / 6
-    ).view(torch.uint8)
+    theirs = NVFP4QTensor._cast_per_block_scale_to_fp8(torch.where(zero, 1.0, amax / 6), frozen.global_scale * 2688 / 6).view(
+        torch.uint8
+    )
     ours = frozen.block_scale.view(torch.uint8)
     assert torch.equal(ours[~zero], theirs[~zero])
     assert (ours[zero] == 0x38).all()

@@ -57,8 +57,13 @@ CONFIGS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 }
 MODELS = {"llama": 14, "qwen3": 14, "qwen3_moe": 32}  # modules in 4 bits
 CASES = [(kind, name, kv) for kind in MODELS for name in ("NVFP4", "W4A16_NVFP4") for kv in ("off", "calibrated")]
-CASES += [("llama", "FP8", "off"), ("qwen3", "FP8", "calibrated"), ("llama", "MIXED_PRECISION", "off"),
-          ("qwen3", "MIXED_PRECISION", "calibrated"), ("qwen3", "head", "off")]  # fmt: skip
+CASES += [
+    ("llama", "FP8", "off"),
+    ("qwen3", "FP8", "calibrated"),
+    ("llama", "MIXED_PRECISION", "off"),
+    ("qwen3", "MIXED_PRECISION", "calibrated"),
+    ("qwen3", "head", "off"),
+]
 FOUR_BITS = {"FP8": -14, "MIXED_PRECISION": -8, "head": 1}  # more or fewer of them
 
 
@@ -90,8 +95,10 @@ def exports(
     config = copy.deepcopy(getattr(mtq, preset))
     config["quant_cfg"] += added
     if name == "head":
-        config["quant_cfg"] += [{"quantizer_name": f"*lm_head*{quantizer}", "cfg": config["quant_cfg"][1]["cfg"]}
-                                for quantizer in ("weight_quantizer", "input_quantizer")]  # fmt: skip
+        config["quant_cfg"] += [
+            {"quantizer_name": f"*lm_head*{quantizer}", "cfg": config["quant_cfg"][1]["cfg"]}
+            for quantizer in ("weight_quantizer", "input_quantizer")
+        ]
     if kv != "off":
         config["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
     mtq.quantize(model, config, lambda m: m(batch.input_ids_ST, use_cache=False))
@@ -103,21 +110,26 @@ def exports(
     export_hf_checkpoint(model, export_dir=theirs)
 
     found = calibrate(load_model(source, "bfloat16", "cpu"), selection, batch, kv_cache=kv)
-    run_stage("arm", root / "arm", {}, {}, lambda f: write_arm(
-        f, "ptq", source, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv))  # fmt: skip
+    run_stage(
+        "arm",
+        root / "arm",
+        {},
+        {},
+        lambda f: write_arm(f, "ptq", source, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv),
+    )
     export_arm(root / "arm", ours)
     return ours, theirs
 
 
-def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(
-    exports: tuple[Path, Path], request: pytest.FixtureRequest
-) -> None:
+def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(exports: tuple[Path, Path], request: pytest.FixtureRequest) -> None:
     kind, name, kv = request.node.callspec.params["exports"]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in exports)
     assert ours.keys() == theirs.keys()
     assert sum(n.endswith("weight_scale_2") for n in ours) == MODELS[kind] + FOUR_BITS.get(name, 0)
     assert sum(t.dtype == torch.float8_e4m3fn and n.endswith("weight") for n, t in ours.items()) == {
-        "FP8": 14, "MIXED_PRECISION": 6}.get(name, 0)  # fmt: skip
+        "FP8": 14,
+        "MIXED_PRECISION": 6,
+    }.get(name, 0)
     assert sum(n.endswith((".k_scale", ".v_scale")) for n in ours) == (4 if kv == "calibrated" else 0)
     for tensor_name, tensor in ours.items():
         other = theirs[tensor_name]

@@ -236,11 +236,7 @@ def test_fake_quantize_is_dequantize_of_quantize(name: str, dtype: torch.dtype) 
 def test_the_compiled_form_has_the_same_bits(name: str) -> None:
     weight = weights(name)
     with compilation(True):
-        fake, q, x = (
-            nvfp4.fake_quantize(weight),
-            nvfp4.quantize(weight),
-            nvfp4.fake_quantize_activation(weight, ONE * 1e-3),
-        )
+        fake, q, x = (nvfp4.fake_quantize(weight), nvfp4.quantize(weight), nvfp4.fake_quantize_activation(weight, ONE * 1e-3))
     with compilation(False):
         assert same_bits(fake, nvfp4.fake_quantize(weight))
         assert same_bits(x, nvfp4.fake_quantize_activation(weight, ONE * 1e-3))

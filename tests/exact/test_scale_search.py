@@ -129,8 +129,7 @@ def test_four_over_six_equals_a_search_in_the_documented_order(name: str) -> Non
     assert found.global_scale.numpy() == global_scale
     amax = np.abs(w).max(-1)
     six, four = (
-        np.clip(amax / (FP32(m) * global_scale), FP32(2.0**-9), FP32(448.0)).astype(ml_dtypes.float8_e4m3fn)
-        for m in (6.0, 4.0)
+        np.clip(amax / (FP32(m) * global_scale), FP32(2.0**-9), FP32(448.0)).astype(ml_dtypes.float8_e4m3fn) for m in (6.0, 4.0)
     )
     errors = [error_fp32(w, s.astype(FP32)[:, None] * global_scale, global_scale) for s in (six, four)]
     expected = np.where(errors[1] < errors[0], four.view(np.uint8), six.view(np.uint8))

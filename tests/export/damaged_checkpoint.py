@@ -56,9 +56,7 @@ class Checkpoint:
         """In every byte of what lies in the folder, whatever was marked as changed."""
 
         def contents(c: Checkpoint) -> list[object]:
-            tensors = [
-                (file, name, t) for file, tensors in sorted(c.files.items()) for name, t in sorted(tensors.items())
-            ]
+            tensors = [(file, name, t) for file, tensors in sorted(c.files.items()) for name, t in sorted(tensors.items())]
             return [(file, name, t.dtype, t.shape, _bytes(t)) for file, name, t in tensors]
 
         replaced = {name for name, data in self.raw.items() if data != _read(self.folder / name)}

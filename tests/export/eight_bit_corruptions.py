@@ -44,11 +44,7 @@ def scale_of_four_bits(c: Checkpoint, r: random.Random) -> None:
 
 def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
     module = r.choice(c.eight_bit_modules)
-    c.put(
-        f"{module}.{r.choice(['_amax', 'weight_scale_inv', 'pre_quant_scale'])}",
-        torch.ones(1),
-        beside=f"{module}.weight",
-    )
+    c.put(f"{module}.{r.choice(['_amax', 'weight_scale_inv', 'pre_quant_scale'])}", torch.ones(1), beside=f"{module}.weight")
 
 
 def to_bf16(c: Checkpoint, r: random.Random) -> None:
@@ -104,10 +100,7 @@ def first_found(c: Checkpoint, r: random.Random) -> None:
     """TensorRT-LLM takes the first key that contains the name, of fused members that of the first."""
     module = r.choice([m for m in c.eight_bit_modules if m.endswith(("q_proj", "o_proj"))])
     for place in places(c):
-        place["quantized_layers"] = {
-            f"draft.{module}": {"quant_algo": "NVFP4", "group_size": 16},
-            **place["quantized_layers"],
-        }
+        place["quantized_layers"] = {f"draft.{module}": {"quant_algo": "NVFP4", "group_size": 16}, **place["quantized_layers"]}
 
 
 def whole_algorithm(c: Checkpoint, r: random.Random) -> None:
@@ -161,19 +154,13 @@ EIGHT_BIT_KINDS: dict[str, Damage] = {
     "weight scale in BF16": Damage("E3", change("weight_scale", lambda t, r: t.bfloat16())),
     "weight scale a vector": Damage("E3", change("weight_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 64])))),
     "weight scale not positive": Damage("E3", change("weight_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
-    "weight scale not finite": Damage(
-        "E3", change("weight_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
-    ),
+    "weight scale not finite": Damage("E3", change("weight_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))),
     "weight scale subnormal": Damage("E3", change("weight_scale", lambda t, r: t * 0 + 1e-40)),
     "weight scale a reciprocal": Damage("E3", change("weight_scale", lambda t, r: 1 / t, ALONE)),
     "input scale of FP8 in FP16": Damage("E3", change("input_scale", lambda t, r: t.half())),
     "input scale of FP8 not positive": Damage("E3", change("input_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
-    "input scale of FP8 not finite": Damage(
-        "E3", change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
-    ),
-    "fused input scale of FP8 scaled": Damage(
-        "E6", change("input_scale", lambda t, r: t * r.choice([0.5, 2.0]), FUSED)
-    ),
+    "input scale of FP8 not finite": Damage("E3", change("input_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))),
+    "fused input scale of FP8 scaled": Damage("E6", change("input_scale", lambda t, r: t * r.choice([0.5, 2.0]), FUSED)),
     "scale of 4 bits on FP8": Damage("E3", scale_of_four_bits),
     "buffer leaked beside FP8": Damage("E3", leaked_buffer),
     "FP8 Linear in BF16": Damage("E7", to_bf16),
@@ -224,7 +211,5 @@ SILENT_EIGHT_BIT_KINDS: dict[str, Damage] = {
     "rows of values swapped": Damage("W3", change("weight", lambda t, r: t.view(torch.uint8).flip(0).view(t.dtype))),
     "values of layers swapped": Damage("W3", layers_swapped),
     "weight scale scaled": Damage("W3", change("weight_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE)),
-    "input scale of FP8 scaled": Damage(
-        "W3", change("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE)
-    ),
+    "input scale of FP8 scaled": Damage("W3", change("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]), ALONE)),
 }

@@ -100,9 +100,7 @@ def method(c: Checkpoint, r: random.Random) -> None:
 def number_lost(c: Checkpoint, r: random.Random) -> None:
     group = c.quantization["config_groups"]["group_0"]
     numbers = group[r.choice(["weights", *(["input_activations"] if group.get("input_activations") else [])])]
-    optional = (
-        [] if c.layout is MODELOPT else ["symmetric", "dynamic"] if numbers is group["weights"] else ["symmetric"]
-    )
+    optional = [] if c.layout is MODELOPT else ["symmetric", "dynamic"] if numbers is group["weights"] else ["symmetric"]
     numbers.pop(r.choice([key for key in sorted(numbers) if key not in optional]))
 
 
@@ -110,8 +108,14 @@ def number_changed(c: Checkpoint, r: random.Random) -> None:
     group = c.quantization["config_groups"]["group_0"]
     numbers = group[r.choice(["weights", *(["input_activations"] if group.get("input_activations") else [])])]
     key = r.choice(sorted(numbers))
-    other = {"num_bits": [8, "4", None], "type": ["int", None], "group_size": [32, 8, "16", None, True], "symmetric": [False],
-             "strategy": ["group", "tensor", None], "dynamic": [True, "locale"]}  # fmt: skip
+    other = {
+        "num_bits": [8, "4", None],
+        "type": ["int", None],
+        "group_size": [32, 8, "16", None, True],
+        "symmetric": [False],
+        "strategy": ["group", "tensor", None],
+        "dynamic": [True, "locale"],
+    }
     numbers[key] = r.choice(other[key])
 
 
@@ -138,8 +142,12 @@ def weights_of_the_group(c: Checkpoint, r: random.Random) -> None:
 
 
 def format_or_status(c: Checkpoint, r: random.Random) -> None:
-    key, values = r.choice([("format", ["pack-quantized", "dense", None, "mxfp4-pack-quantized"]),
-                            ("quantization_status", ["frozen", "initialized", None])])  # fmt: skip
+    key, values = r.choice(
+        [
+            ("format", ["pack-quantized", "dense", None, "mxfp4-pack-quantized"]),
+            ("quantization_status", ["frozen", "initialized", None]),
+        ]
+    )
     c.quantization[key] = r.choice(values)
 
 

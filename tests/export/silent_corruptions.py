@@ -105,9 +105,7 @@ SILENT_KINDS: dict[str, Damage] = {
     "nibbles swapped": Damage("W3", nibbles_swapped),
     "rows swapped": Damage("W3", rows_swapped),
     "layers swapped": Damage("W3", layers_swapped),
-    "global scale of a group": Damage(
-        "W3", change_whole_group("global_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]))
-    ),
+    "global scale of a group": Damage("W3", change_whole_group("global_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0]))),
     "input scale of a group": Damage(
         "W3", change_whole_group("input_scale", lambda t, r: t * r.choice([0.999, 1.001, 2.0])), inputs
     ),

@@ -105,8 +105,11 @@ def input_scale_in_w4a16(c: Checkpoint, r: random.Random) -> None:
 
 def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
     module = r.choice(c.modules)
-    c.put(f"{module}.{r.choice(['_amax', 'weight_quantizer._amax2'.replace('.', '_'), 'pre_quant_scale'])}", torch.ones(1),
-          beside=f"{module}.{c.layout.block_scale}")  # fmt: skip
+    c.put(
+        f"{module}.{r.choice(['_amax', 'weight_quantizer._amax2'.replace('.', '_'), 'pre_quant_scale'])}",
+        torch.ones(1),
+        beside=f"{module}.{c.layout.block_scale}",
+    )
 
 
 def tensor_of_the_other_layout(c: Checkpoint, r: random.Random) -> None:
@@ -221,18 +224,14 @@ TENSOR_KINDS: dict[str, Damage] = {
     "codes flattened": Damage("E3", change("codes", lambda t, r: t.reshape(-1))),
     "codes empty": Damage("E3", change("codes", lambda t, r: t[:0])),
     "block scales as bytes": Damage("E3", change("block_scale", lambda t, r: t.view(torch.uint8))),
-    "block scales as floats": Damage(
-        "E3", change("block_scale", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32])))
-    ),
+    "block scales as floats": Damage("E3", change("block_scale", lambda t, r: t.to(r.choice([torch.bfloat16, torch.float32])))),
     "block scales as the other FP8": Damage("E3", change("block_scale", lambda t, r: t.view(torch.float8_e5m2))),
     "block scales transposed": Damage("E3", change("block_scale", lambda t, r: t.T)),
     "block scales cut": Damage("E3", change("block_scale", lambda t, r: t[: len(t) // 2])),
     "global scale in BF16": Damage("E3", change("global_scale", lambda t, r: t.bfloat16())),
     "global scale a vector": Damage("E3", change("global_scale", lambda t, r: t.reshape(1).repeat(r.choice([2, 3])))),
     "global scale not positive": Damage("E3", change("global_scale", lambda t, r: t * r.choice([0.0, -1.0]))),
-    "global scale not finite": Damage(
-        "E3", change("global_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))
-    ),
+    "global scale not finite": Damage("E3", change("global_scale", lambda t, r: t * r.choice([float("nan"), float("inf")]))),
     "global scale subnormal": Damage("E3", change("global_scale", lambda t, r: t * 0 + 1e-40)),
     "global scale a reciprocal": Damage("E3", change_whole_group("global_scale", lambda t, r: 1 / t)),
     "input scale not positive": Damage("E3", change("input_scale", lambda t, r: t * r.choice([0.0, -1.0])), inputs),

@@ -114,9 +114,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_ptq_of_what_is_no_whole_model(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
-) -> None:
+def test_ptq_of_what_is_no_whole_model(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
     FAULTS[fault](source)
     before = digests(source)
     assert main(["ptq", str(write_recipe(tmp_path, source)), "--out", str(tmp_path / "arm")]) == 2

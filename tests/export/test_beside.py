@@ -15,11 +15,25 @@ from qad.errors import SourceError
 from qad.model.beside import WEIGHTS, beside
 from qad.model.source import open_checkpoint
 
-OWN = ["tekken.json", "SYSTEM_PROMPT.txt", "encoding/encoding_own.py", "encoding/deep/tables.json", "THIRD_PARTY_NOTICES.md",
-       "LICENCE", "additional_chat_templates/rag.jinja", "spiece.vocab", "figures/a.png", "no_ending", "modeling.py"]  # fmt: skip
+OWN = [
+    "tekken.json",
+    "SYSTEM_PROMPT.txt",
+    "encoding/encoding_own.py",
+    "encoding/deep/tables.json",
+    "THIRD_PARTY_NOTICES.md",
+    "LICENCE",
+    "additional_chat_templates/rag.jinja",
+    "spiece.vocab",
+    "figures/a.png",
+    "no_ending",
+    "modeling.py",
+]
 WEIGHTS_TOO = ["pytorch_model.bin", "optimizer.pt", "model.gguf", "pytorch_model.bin.index.json", "rust_model.ot"]
-MODELS = {"original": ["consolidated.00.pth", "params.json"], "onnx": ["model.onnx", "model.onnx_data", "config.json"],
-          "checkpoint-500": ["model.safetensors", "tokenizer.json"]}  # fmt: skip
+MODELS = {
+    "original": ["consolidated.00.pth", "params.json"],
+    "onnx": ["model.onnx", "model.onnx_data", "config.json"],
+    "checkpoint-500": ["model.safetensors", "tokenizer.json"],
+}
 
 
 def fill(folder: Path) -> None:
@@ -38,9 +52,7 @@ def test_everything_but_weights_goes_along_with_export_and_conversion(
     fill(source)
     (source / ".eval_results").mkdir()
     (source / ".eval_results" / "gsm8k.yaml").write_text("the original's scores are not those of what is made from it")
-    with pytest.warns(
-        UserWarning, match=r"left behind in .*: checkpoint-500/ \(it holds weights\); onnx/ \(it holds weights\)"
-    ):
+    with pytest.warns(UserWarning, match=r"left behind in .*: checkpoint-500/ \(it holds weights\); onnx/ \(it holds weights\)"):
         export_arm(build_arm(source, tmp_path / "arm"), tmp_path / "out")
     convert(tmp_path / "out", "compressed-tensors", tmp_path / "converted")
     for folder in (tmp_path / "out", tmp_path / "converted"):
@@ -104,6 +116,12 @@ def test_the_same_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> No
         open_checkpoint("owner/model")
     wanted = [*OWN, "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "README.md"]
     others = [f"model{suffix}" for suffix in WEIGHTS if suffix != ".safetensors"]
-    others += ["original/consolidated.00.pth", "original/params.json", "onnx/config.json", "consolidated.safetensors",
-               "checkpoint-500/model.safetensors", "pytorch_model.bin.index.json"]  # fmt: skip
+    others += [
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/config.json",
+        "consolidated.safetensors",
+        "checkpoint-500/model.safetensors",
+        "pytorch_model.bin.index.json",
+    ]
     assert list(filter_repo_objects([*wanted, *others], **asked)) == wanted

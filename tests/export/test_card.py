@@ -38,8 +38,7 @@ def test_serve_lines_have_the_options_that_the_checkpoint_needs(
 
 
 @pytest.mark.parametrize(
-    ("formats", "blackwell", "ada"),
-    [(["NVFP4"], True, False), (["W4A16_NVFP4", "FP8"], True, True), (["FP8"], False, True)],
+    ("formats", "blackwell", "ada"), [(["NVFP4"], True, False), (["W4A16_NVFP4", "FP8"], True, True), (["FP8"], False, True)]
 )
 def test_the_hardware_is_that_of_the_formats(formats: list[str], blackwell: bool, ada: bool) -> None:
     text = serve_section(MODELOPT, formats, {}, False)
@@ -60,9 +59,7 @@ def trained(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     text = folder / "secret place" / "text.jsonl"
     text.parent.mkdir()
     words = "The heron stands where bank {} is low and counts {} sacks."
-    text.write_text(
-        "".join(json.dumps({"text": " ".join(words.format(i, j) for j in range(9))}) + "\n" for i in range(90))
-    )
+    text.write_text("".join(json.dumps({"text": " ".join(words.format(i, j) for j in range(9))}) + "\n" for i in range(90)))
     train = {"data": str(text), "tokens": 256, "seq_len": 32, "batch_size": 4, "lr": 3e-4, "validation_tokens": 64}
     calibrate = {"data": str(text), "samples": 2, "seq_len": 32}
     recipe = {"model": str(tiny_llama_dir), "dtype": "float32", "calibrate": calibrate, "train": train}

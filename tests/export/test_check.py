@@ -21,9 +21,12 @@ from qad.command.cli import main
 from qad.errors import UsageError
 
 Q, K, GATE, UP, DOWN = (
-    "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.gate_proj",
-    "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj",
-)  # fmt: skip
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.self_attn.k_proj",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.1.mlp.down_proj",
+)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -125,7 +128,11 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "missing weight_scale_2": ("E3", DOWN, tensors(lambda t: t.pop(f"{DOWN}.weight_scale_2"))),
     "missing weight_scale": ("E3", UP, tensors(lambda t: t.pop(f"{UP}.weight_scale"))),
     "missing weight": ("E3", K, tensors(lambda t: t.pop(f"{K}.weight"))),
-    "weight_scale as uint8": ("E3", Q, tensors(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].view(torch.uint8)}))),
+    "weight_scale as uint8": (
+        "E3",
+        Q,
+        tensors(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].view(torch.uint8)})),
+    ),
     "weight_scale as bf16": ("E3", Q, tensors(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].bfloat16()}))),
     "half-width weight": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"][:, ::2].contiguous()}))),
     "transposed scale": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].T.contiguous()}))),
@@ -135,7 +142,11 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "nan weight_scale_2": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].fill_(float("nan")))),
     "infinite input_scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.input_scale"].fill_(float("inf")))),
     "denormal input_scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.input_scale"].fill_(1e-40))),
-    "weight_scale_2 as bf16": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight_scale_2": t[f"{DOWN}.weight_scale_2"].bfloat16()}))),
+    "weight_scale_2 as bf16": (
+        "E3",
+        DOWN,
+        tensors(lambda t: t.update({f"{DOWN}.weight_scale_2": t[f"{DOWN}.weight_scale_2"].bfloat16()})),
+    ),
     "nan scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0x7F))),
     "negative nan scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0xFF))),
     "negative scale byte": ("E4", GATE, tensors(set_byte(f"{GATE}.weight_scale", 0xB8))),
@@ -152,7 +163,11 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "wildcard excludes": ("E7", UP, both(["lm_head", "model.embed_tokens", "*mlp*"])),
     "part of q/k/v excluded": ("E7", Q, both(["lm_head", "model.embed_tokens", Q])),
     "trailing dot": ("E7", "lm_head.", both(["lm_head.", "lm_head", "model.embed_tokens"])),
-    "scale on the tied head": ("E8", "lm_head", tensors(lambda t: t.update({"lm_head.weight_scale": torch.ones(4, 4).to(torch.float8_e4m3fn)}))),
+    "scale on the tied head": (
+        "E8",
+        "lm_head",
+        tensors(lambda t: t.update({"lm_head.weight_scale": torch.ones(4, 4).to(torch.float8_e4m3fn)})),
+    ),
     "kv scale without algorithm": ("E10", "model.layers.0.self_attn.k_proj", tensors(add_kv)),
     "kv algorithm without scales": ("E10", "config.json", announce_kv),
     "k scale without v scale": ("E10", "model.layers.0.self_attn.k_proj", lone_k_scale),
@@ -161,7 +176,11 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "index lacks a tensor": ("E11", f"{UP}.weight", wrong_index),
     "layer missing": ("E11", "model.layers.1.mlp.gate_proj", tensors(drop_layer)),
     "norm missing": ("E11", "model.layers.0.input_layernorm", tensors(lambda t: t.pop("model.layers.0.input_layernorm.weight"))),
-    "embedding cut": ("E11", "model.embed_tokens", tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:100].clone()}))),
+    "embedding cut": (
+        "E11",
+        "model.embed_tokens",
+        tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:100].clone()})),
+    ),
     "no weights": ("E11", "*.safetensors", lambda f: (f / "model.safetensors").unlink()),
     "nested config missing": ("E1", "hf_quant_config.json", lambda f: (f / "hf_quant_config.json").unlink()),
     "outer config missing": ("E1", "config.json", edit("config.json", lambda c: c.pop("quantization_config"))),
@@ -171,13 +190,33 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "algorithms disagree": ("E1", "config.json", nested(lambda q: q.update(quant_algo="W4A16_NVFP4"))),
     "exclude lists disagree": ("E1", "model.embed_tokens", nested(lambda q: q.update(exclude_modules=["lm_head"]))),
     "input_activations missing": ("E3", DOWN, outer(lambda q: q["config_groups"]["group_0"].pop("input_activations"))),
-    "empty weight": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][:0].clone(), f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:0].clone()}))),
+    "empty weight": (
+        "E3",
+        UP,
+        tensors(
+            lambda t: t.update(
+                {f"{UP}.weight": t[f"{UP}.weight"][:0].clone(), f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:0].clone()}
+            )
+        ),
+    ),
     "weight as int8": ("E3", UP, tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"].view(torch.int8)}))),
-    "embedding in fp8": ("E3", "model.embed_tokens", tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}))),
-    "infinite embedding": ("E4", "model.embed_tokens", tensors(lambda t: t["model.embed_tokens.weight"].view(-1).__setitem__(77, float("inf")))),
+    "embedding in fp8": (
+        "E3",
+        "model.embed_tokens",
+        tensors(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"].to(torch.float8_e4m3fn)})),
+    ),
+    "infinite embedding": (
+        "E4",
+        "model.embed_tokens",
+        tensors(lambda t: t["model.embed_tokens.weight"].view(-1).__setitem__(77, float("inf"))),
+    ),
     "shard of the index missing": ("E11", "model-00002-of-00002.safetensors", missing_shard),
     "weights are garbage": ("E11", "model.safetensors", lambda f: (f / "model.safetensors").write_bytes(b"garbage")),
-    "bytes behind the weights": ("E11", "model.safetensors", lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes() + b"\0" * 64)),
+    "bytes behind the weights": (
+        "E11",
+        "model.safetensors",
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes() + b"\0" * 64),
+    ),
     "tokenizer cut off": ("E11", "tokenizer.json", lambda f: (f / "tokenizer.json").write_text("{")),
     "empty exclude": ("E7", DOWN, both(["lm_head", "model.embed_tokens", ""])),
     "quantization_config is text": ("E1", "config.json", edit("config.json", lambda c: c.update(quantization_config="NVFP4"))),
@@ -186,24 +225,47 @@ CORRUPTIONS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "exclude list holds numbers": ("E1", "hf_quant_config.json", nested(lambda q: q.update(exclude_modules=[3]))),
     "config_groups is a list": ("E1", "config.json", outer(lambda q: q.update(config_groups=[1]))),
     "eight bits announced": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8))),
-    "dynamic activations announced": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=True))),
+    "dynamic activations announced": (
+        "E1",
+        "config.json",
+        outer(lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=True)),
+    ),
     "no config group": ("E1", "config.json", outer(lambda q: q.update(config_groups={}))),
     "targets of a group are numbers": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].update(targets=[1]))),
     "outer group size 32": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32))),
     "kv scheme in one place": ("E1", "config.json", outer(lambda q: q.update(kv_cache_scheme="FP8"))),
     "unknown kv algorithm": ("E1", "hf_quant_config.json", nested(lambda q: q.update(kv_cache_quant_algo="FP2"))),
-    "FP8 announced over 4-bit codes": ("E2", "config.json", lambda f: (outer(lambda q: q.update(quant_algo="FP8"))(f), nested(lambda q: q.update(quant_algo="FP8"))(f))),
-    "mixed precision without layers": ("E2", "config.json", lambda f: (outer(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f), nested(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f))),
+    "FP8 announced over 4-bit codes": (
+        "E2",
+        "config.json",
+        lambda f: (outer(lambda q: q.update(quant_algo="FP8"))(f), nested(lambda q: q.update(quant_algo="FP8"))(f)),
+    ),
+    "mixed precision without layers": (
+        "E2",
+        "config.json",
+        lambda f: (
+            outer(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f),
+            nested(lambda q: q.update(quant_algo="MIXED_PRECISION"))(f),
+        ),
+    ),
     "another quant_method": ("E1", "config.json", outer(lambda q: q.update(quant_method="awq"))),
     "quant_method of the other layout": ("E1", "config.json", outer(lambda q: q.update(quant_method="compressed-tensors"))),
     "config_groups missing": ("E1", "config.json", outer(lambda q: q.pop("config_groups"))),
     "dynamic missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"]["weights"].pop("dynamic"))),
     "targets missing": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].pop("targets"))),
-    "targets that are not there": ("E1", "config.json", outer(lambda q: q["config_groups"]["group_0"].update(targets=["Conv1d"]))),
+    "targets that are not there": (
+        "E1",
+        "config.json",
+        outer(lambda q: q["config_groups"]["group_0"].update(targets=["Conv1d"])),
+    ),
     "reciprocal global scale": ("E3", DOWN, tensors(lambda t: t[f"{DOWN}.weight_scale_2"].reciprocal_())),
-    "tensor of the other layout": ("E3", DOWN, tensors(lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight"].clone()}))),
+    "tensor of the other layout": (
+        "E3",
+        DOWN,
+        tensors(lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight"].clone()})),
+    ),
     "config of another size": ("E3", GATE, edit("config.json", lambda c: c.update(intermediate_size=256))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -393,7 +455,7 @@ def test_findings_become_json() -> None:
         ("a.mlp.up_proj", ["a.mlp.gate_proj", "a.mlp.up_proj"], True, True),
         ("a.self_attn.o_proj", ["a.self_attn.q_proj"], False, False),
     ],
-)  # fmt: skip
+)
 def test_matchers(module: str, patterns: list[str], vllm: bool, trtllm: bool) -> None:
     assert vllm_excludes(module, patterns) is vllm
     assert trtllm_excludes(module, patterns) is trtllm

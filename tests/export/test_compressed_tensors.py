@@ -24,10 +24,7 @@ Exports = tuple[Path, Path, Path]
 
 @pytest.fixture(scope="module", params=FORMATS)
 def exports(
-    request: pytest.FixtureRequest,
-    tiny_llama_dir: Path,
-    build_arm: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tiny_llama_dir: Path, build_arm: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Exports:
     """The arm, its ModelOpt export, its compressed-tensors export."""
     root = tmp_path_factory.mktemp("layouts")
@@ -133,9 +130,7 @@ def test_transformers_loads_the_same_codes_and_scales_and_decompresses_to_the_sa
         q = nvfp4.QuantizedTensor(*(stored[f"{module}.{leaf}"] for leaf in MODELOPT.leaves[:3]))
         expected, weight = nvfp4.dequantize(q, torch.bfloat16), model.get_parameter(f"{module}.weight").detach()
         steps = (expected.view(torch.int16).int() - weight.view(torch.int16).int()).abs()
-        assert (
-            int(steps[expected != 0].max()) <= 1
-        )  # the library divides by the reciprocal: the last FP32 bit may differ
+        assert int(steps[expected != 0].max()) <= 1  # the library divides by the reciprocal: the last FP32 bit may differ
         assert torch.equal(expected == 0, weight == 0)
         different += int((expected != weight).sum())
     assert different <= 0.001 * sum(n * k for n, k in selection.modules.values())

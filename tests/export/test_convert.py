@@ -24,10 +24,7 @@ OTHER = dict(zip(LAYOUTS, reversed(LAYOUTS), strict=True))
 
 @pytest.fixture(scope="module", params=["NVFP4", "W4A16_NVFP4"])
 def exports(
-    request: pytest.FixtureRequest,
-    tiny_llama_dir: Path,
-    build_arm: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tiny_llama_dir: Path, build_arm: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Layout -> export of one arm, in several shards."""
     root = tmp_path_factory.mktemp("convert")
@@ -75,9 +72,7 @@ def test_a_conversion_is_the_export_in_that_layout(exports: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_there_and_back_is_the_same_but_for_one_ulp_of_the_scalars(
-    exports: dict[str, Path], tmp_path: Path, layout: str
-) -> None:
+def test_there_and_back_is_the_same_but_for_one_ulp_of_the_scalars(exports: dict[str, Path], tmp_path: Path, layout: str) -> None:
     start = exports[layout]
     convert(start, OTHER[layout], tmp_path / "there")
     convert(tmp_path / "there", layout, tmp_path / "back")
@@ -96,9 +91,7 @@ def test_a_folder_that_has_the_layout_is_refused(exports: dict[str, Path], tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_quantized_or_unknown_is_refused(
-    exports: dict[str, Path], tiny_llama_dir: Path, tmp_path: Path
-) -> None:
+def test_what_is_not_quantized_or_unknown_is_refused(exports: dict[str, Path], tiny_llama_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not quantized"):
         convert(tiny_llama_dir, "modelopt", tmp_path / "out")
     with pytest.raises(UsageError, match="gguf"):
@@ -127,9 +120,7 @@ def test_a_half_converted_folder_is_refused(exports: dict[str, Path], tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def test_other_files_and_foreign_metadata_go_along_and_the_source_is_untouched(
-    exports: dict[str, Path], tmp_path: Path
-) -> None:
+def test_other_files_and_foreign_metadata_go_along_and_the_source_is_untouched(exports: dict[str, Path], tmp_path: Path) -> None:
     source = Path(shutil.copytree(exports["modelopt"], tmp_path / "söurce folder"))
     (source / "qad_manifest.json").unlink()
     (source / "images").mkdir()
@@ -197,10 +188,7 @@ def test_kv_scales_change_their_names_and_come_back(exports: dict[str, Path], tm
     convert(tmp_path / "there", "modelopt", tmp_path / "back")
     assert check(tmp_path / "back") == []
     assert_same(source, tmp_path / "back", ulps=1)
-    assert (
-        json.loads((tmp_path / "back" / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"]
-        == "FP8"
-    )
+    assert json.loads((tmp_path / "back" / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"] == "FP8"
 
 
 def test_the_command_converts(exports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

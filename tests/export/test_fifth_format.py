@@ -23,16 +23,7 @@ from export.convert import convert
 from export.writer import export_arm
 from qad.arms.arm import open_arm
 from qad.model.loader import load_model
-from qad.numerics.formats import (
-    CODES,
-    FORMATS,
-    GLOBAL_SCALE,
-    INPUT_SCALE,
-    Format,
-    InLayout,
-    Numerics,
-    Stored,
-)
+from qad.numerics.formats import CODES, FORMATS, GLOBAL_SCALE, INPUT_SCALE, Format, InLayout, Numerics, Stored
 from qad.numerics.groups import fake_quantize_group, quantize_group
 from qad.numerics.linear import quantize_input
 from qad.recipes.recipe import Quantize

@@ -28,9 +28,7 @@ HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hostile_name_is_text(
-    name: str, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_name_is_text(name: str, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
     front = {"model_name": NAMES[name], "license": NAMES[name], "tags": [NAMES[name], "chat"]}
     (source / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
@@ -58,17 +56,14 @@ def test_a_hostile_name_is_text(
 
 
 def test_findings_and_errors_do_not_act_on_the_terminal(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file, place, key in (("config.json", "quantization_config", "ignore"),
-                             ("hf_quant_config.json", "quantization", "exclude_modules")):  # fmt: skip
+    for file, place, key in (
+        ("config.json", "quantization_config", "ignore"),
+        ("hf_quant_config.json", "quantization", "exclude_modules"),
+    ):
         value = json.loads((exported / file).read_text())
         value[place][key] += ["\x1b[31mred\u202e", "x" * 100_000]
         (exported / file).write_text(json.dumps(value))
-    paths = [
-        ["check", "/tmp/\x1b[31m\u202e"],
-        ["show", "\x1b[31m"],
-        ["plan", "\x1b]0;x\x07\u202e"],
-        ["gate", "\x1b[2J"],
-    ]
+    paths = [["check", "/tmp/\x1b[31m\u202e"], ["show", "\x1b[31m"], ["plan", "\x1b]0;x\x07\u202e"], ["gate", "\x1b[2J"]]
     for argv in (["check", str(exported)], ["check", str(exported), "--json"], *paths):
         assert main(argv) in (1, 2)
         captured = capsys.readouterr()

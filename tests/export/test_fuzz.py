@@ -37,9 +37,36 @@ SEED = int(os.environ.get("QAD_FUZZ_SEED", "0"))
 HANG = 60  # seconds of one case; an answer takes a tenth of one
 MEMORY = 2 << 30  # bytes beside what the process has
 VALUES = [
-    None, True, -1, 0, 1, 2.5, 10**6, 10**9, 10**18, 10**40, 1e308, float("nan"), float("inf"), "", "x", "x" * 5000, "\ud800",
-    "\x1b[2J\u202e", "re:(.|.)*\\d{9}", "*" * 40, [], {}, [None], [[]], {"a": 1}, {"": {"": None}}, ["a"] * 50, "NVFP4", "../x",
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2.5,
+    10**6,
+    10**9,
+    10**18,
+    10**40,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "x" * 5000,
+    "\ud800",
+    "\x1b[2J\u202e",
+    "re:(.|.)*\\d{9}",
+    "*" * 40,
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": 1},
+    {"": {"": None}},
+    ["a"] * 50,
+    "NVFP4",
+    "../x",
+]
 INDEX = "model.safetensors.index.json"
 
 
@@ -159,9 +186,7 @@ def checkpoint(arm_dir: Path, tmp_path_factory: pytest.TempPathFactory, request:
     return out
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "hf_quant_config.json", INDEX, "tokenizer_config.json", "*.safetensors"]
-)
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", INDEX, "tokenizer_config.json", "*.safetensors"])
 def test_check_of_a_folder(
     file: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

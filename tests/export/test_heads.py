@@ -45,9 +45,7 @@ def with_mtp(tiny_llama_dir: Path, build_arm: Callable[..., Path], tmp_path_fact
     source = Path(shutil.copytree(tiny_llama_dir, root / "source"))
     g = torch.Generator().manual_seed(4)
     extra = {name: torch.randn(shape, generator=g).bfloat16() for name, shape in MTP.items()}
-    save_file(
-        {**load_file(source / "model.safetensors"), **extra}, source / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file({**load_file(source / "model.safetensors"), **extra}, source / "model.safetensors", metadata={"format": "pt"})
     build_arm(source, root / "arm")
     return root
 
@@ -88,9 +86,7 @@ def arm_with_a_head(tiny_llama_dir: Path, folder: Path, head: Callable[[torch.Te
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_that_training_untied_is_stored_and_said_to_be_untied(
-    tiny_llama_dir: Path, layout: str, tmp_path: Path
-) -> None:
+def test_a_head_that_training_untied_is_stored_and_said_to_be_untied(tiny_llama_dir: Path, layout: str, tmp_path: Path) -> None:
     arm = arm_with_a_head(tiny_llama_dir, tmp_path / "arm", lambda embedding: embedding * 1.5)
     export_arm(arm, tmp_path / "out", layout=layout)
     assert json.loads((tmp_path / "out" / CONFIG).read_text())["tie_word_embeddings"] is False

@@ -47,8 +47,10 @@ def config(**values: Any) -> Change:
 
 def excluded(*patterns: str) -> Change:
     def change(folder: Path) -> None:
-        for name, place, key in (("config.json", "quantization_config", "ignore"),
-                                 ("hf_quant_config.json", "quantization", "exclude_modules")):  # fmt: skip
+        for name, place, key in (
+            ("config.json", "quantization_config", "ignore"),
+            ("hf_quant_config.json", "quantization", "exclude_modules"),
+        ):
             value = json.loads((folder / name).read_text())
             value[place][key] += patterns
             (folder / name).write_text(json.dumps(value))
@@ -100,9 +102,7 @@ def index(folder: Path) -> None:
     raw = (folder / "model.safetensors").read_bytes()
     names = [name for name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]) if name != "__metadata__"]
     listed = ", ".join(f'"{name}": "model.safetensors"' for name in names)
-    (folder / "model.safetensors.index.json").write_text(
-        f'{{"weight_map": {{"{names[0]}": "a.safetensors", {listed}}}}}'
-    )
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"{names[0]}": "a.safetensors", {listed}}}}}')
 
 
 MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32}
@@ -136,7 +136,7 @@ FOUND = {
     "a tensor listed twice": (index, "E11", "occurs twice in one object"),
     "a tensor twice": (header(lambda h: h.rstrip()[:-1] + h[h.index(',"model') : h.index("]}") + 2] + "}"), "E11", "twice"),
     "a long name": (header(lambda h: h.replace("model.norm.", "a." * 50_000)), "E11", "a tensor's name has 100,006"),
-}  # fmt: skip
+}
 REFUSED = {
     "a pipe for the config": pipe("config.json"),
     "an endless device": another("config.json", lambda path: path.symlink_to("/dev/zero")),
@@ -174,14 +174,7 @@ def test_a_tokenizers_key_twice_is_a_warning(exported: Path) -> None:
 
 def test_ordinary_patterns_come_to_an_end_whatever_their_number() -> None:
     names = names_asked([f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(30) for j in range(30)])
-    ordinary = [
-        "lm_head",
-        "re:.*lm_head",
-        r"re:.*\.layers\.\d+\.self_attn\.(q|k|v)_proj$",
-        "re:^(?!.*mlp).*$",
-        "re:(",
-        "*a*b*c*",
-    ]
+    ordinary = ["lm_head", "re:.*lm_head", r"re:.*\.layers\.\d+\.self_attn\.(q|k|v)_proj$", "re:^(?!.*mlp).*$", "re:(", "*a*b*c*"]
     assert endless([*ordinary, "re:" + "(" * 5000, "re:a{1,99999999999}"], names) == []
     assert endless([*ordinary, "re:(.*)*x", *ordinary], names) == ["re:(.*)*x"]
     few = [f"model.{i}" for i in range(10)]

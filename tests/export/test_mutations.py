@@ -38,9 +38,7 @@ Valid = dict[tuple[str, str], tuple[Checkpoint, Path | None]]
 
 def with_kv_scales(folder: Path, layout: Layout) -> None:
     file = folder / "model.safetensors"
-    scales = {
-        layout.kv_scale(f"model.layers.{i}.self_attn", c): torch.full(layout.scalar, 0.5) for i in (0, 1) for c in "kv"
-    }
+    scales = {layout.kv_scale(f"model.layers.{i}.self_attn", c): torch.full(layout.scalar, 0.5) for i in (0, 1) for c in "kv"}
     save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
     (folder / MANIFEST).unlink()  # as of another tool
     config = json.loads((folder / "config.json").read_text())

@@ -22,9 +22,7 @@ from qad.model.source import open_checkpoint
 
 Edit = Callable[[dict[str, Any]], object]
 LAYOUTS = ("modelopt", "compressed-tensors")
-HADAMARD = {
-    "config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}}
-}
+HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}}}
 
 
 def group(block: dict[str, Any]) -> Any:
@@ -38,17 +36,24 @@ ASKS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
     "a key of a later version": ("smoothing", LAYOUTS, lambda q: q.update(smoothing=[0.5])),
     "scales before quantizing": ("pre_quant_scale", LAYOUTS, lambda q: q.update(pre_quant_scale=True)),
     "columns in another order": (
-        "config_groups.group_0.weights.actorder", LAYOUTS, lambda q: group(q)["weights"].update(actorder="group")),
+        "config_groups.group_0.weights.actorder",
+        LAYOUTS,
+        lambda q: group(q)["weights"].update(actorder="group"),
+    ),
     "scales of another dtype": (
-        "config_groups.group_0.weights.scale_dtype", LAYOUTS, lambda q: group(q)["weights"].update(scale_dtype="torch.uint8")),
+        "config_groups.group_0.weights.scale_dtype",
+        LAYOUTS,
+        lambda q: group(q)["weights"].update(scale_dtype="torch.uint8"),
+    ),
     "a key inside a group": ("config_groups.group_0.rotate", ("modelopt",), lambda q: group(q).update(rotate=True)),
     "a key inside numbers": (
-        "config_groups.group_0.weights.codebook", ("modelopt",), lambda q: group(q)["weights"].update(codebook="nf4")),
-}  # fmt: skip
+        "config_groups.group_0.weights.codebook",
+        ("modelopt",),
+        lambda q: group(q)["weights"].update(codebook="nf4"),
+    ),
+}
 CASES = [
-    pytest.param(layout, key, edit, id=f"{name}, {layout}")
-    for name, (key, layouts, edit) in ASKS.items()
-    for layout in layouts
+    pytest.param(layout, key, edit, id=f"{name}, {layout}") for name, (key, layouts, edit) in ASKS.items() for layout in layouts
 ]
 
 
@@ -94,15 +99,9 @@ def test_what_is_not_computed_is_named_by_everything_that_would_drop_it(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_that_ask_for_nothing_are_no_finding(folders: dict[str, Path], tmp_path: Path, layout: str) -> None:
     def quiet(block: dict[str, Any]) -> None:
-        block.update(
-            transform_config={}, sparsity_config={"format": "dense"}, version="0.20", global_compression_ratio=1.5
-        )
-        block.update(
-            moe_sparsity_config=None, has_zero_point=False, pre_quant_scale=False, new={"groups": {}, "on": False}
-        )
-        group(block)["weights"].update(
-            actorder=None, scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.int8", observer="mse"
-        )
+        block.update(transform_config={}, sparsity_config={"format": "dense"}, version="0.20", global_compression_ratio=1.5)
+        block.update(moe_sparsity_config=None, has_zero_point=False, pre_quant_scale=False, new={"groups": {}, "on": False})
+        group(block)["weights"].update(actorder=None, scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.int8", observer="mse")
 
     assert check(changed(folders[layout], tmp_path / "folder", quiet)) == []
 
@@ -113,9 +112,7 @@ def test_inputs_scaled_token_by_token_are_another_scheme_not_a_broken_one(
 ) -> None:
     """Without input scales among the tensors it is whole; with them the metadata contradict the tensors."""
     numbers = {"num_bits": bits, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-    folder = changed(
-        folders["compressed-tensors"], tmp_path / "a", lambda q: group(q).update(input_activations=numbers)
-    )
+    folder = changed(folders["compressed-tensors"], tmp_path / "a", lambda q: group(q).update(input_activations=numbers))
     assert {(f.rule, f.severity) for f in check(folder)} >= {("E1", "error")}
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("input_global_scale")}

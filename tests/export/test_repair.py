@@ -31,9 +31,7 @@ Valid = dict[str, tuple[Checkpoint, Path]]
 
 
 @pytest.fixture(scope="module")
-def valid(
-    make_llama: Callable[..., Path], build_arm: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Valid:
+def valid(make_llama: Callable[..., Path], build_arm: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Valid:
     """Layout -> an export in shards, of a source with an all-zero block, and its arm."""
     root = tmp_path_factory.mktemp("repair")
     source = make_llama(root / "source")
@@ -60,13 +58,30 @@ def damaged(original: Checkpoint, damage: Damage | Kind, out: Path) -> Path:
 
 
 LOSSLESS = [
-    "excluded name lost", "excluded in one place only", "packed module excluded", "packed module excluded by a pattern",
-    "malformed exclusion", "exclusion of another type", "key of quantization_config lost", "key of hf_quant_config lost",
-    "value of hf_quant_config", "quant_method", "number of a config group lost",
-    "number of a config group changed", "unknown key in a config group", "targets of a config group", "config groups",
-    "weights of a config group", "format or status", "hf_quant_config.json lost, damaged or added",
-    "quantization_config lost", "stale file", "index entry", "total_size", "index lost",
-]  # fmt: skip
+    "excluded name lost",
+    "excluded in one place only",
+    "packed module excluded",
+    "packed module excluded by a pattern",
+    "malformed exclusion",
+    "exclusion of another type",
+    "key of quantization_config lost",
+    "key of hf_quant_config lost",
+    "value of hf_quant_config",
+    "quant_method",
+    "number of a config group lost",
+    "number of a config group changed",
+    "unknown key in a config group",
+    "targets of a config group",
+    "config groups",
+    "weights of a config group",
+    "format or status",
+    "hf_quant_config.json lost, damaged or added",
+    "quantization_config lost",
+    "stale file",
+    "index entry",
+    "total_size",
+    "index lost",
+]
 
 
 @pytest.mark.parametrize(("kind", "layout"), pairs({kind: METADATA_KINDS[kind] for kind in LOSSLESS}))
@@ -82,17 +97,14 @@ def test_what_the_tensors_tell_is_repaired(valid: Valid, kind: str, layout: str,
     assert (tmp_path / "out" / "hf_quant_config.json").exists() == (layout == "modelopt")
     if layout == "modelopt":
         nested = [
-            json.loads((f / "hf_quant_config.json").read_text())["quantization"]
-            for f in (tmp_path / "out", original.folder)
+            json.loads((f / "hf_quant_config.json").read_text())["quantization"] for f in (tmp_path / "out", original.folder)
         ]
         assert nested[0] == nested[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [0x7F, 0xFF, 0xB8])
-def test_nan_scales_of_zero_blocks_become_what_the_exporter_writes(
-    valid: Valid, layout: str, value: int, tmp_path: Path
-) -> None:
+def test_nan_scales_of_zero_blocks_become_what_the_exporter_writes(valid: Valid, layout: str, value: int, tmp_path: Path) -> None:
     def kind(c: Checkpoint, r: random.Random) -> None:
         name = f"model.layers.1.mlp.up_proj.{c.layout.block_scale}"
         scale = c.get(name)
@@ -109,10 +121,7 @@ def test_nan_scales_of_zero_blocks_become_what_the_exporter_writes(
 
 def test_wildcards_become_full_names(valid: Valid, tmp_path: Path) -> None:
     def kind(c: Checkpoint, r: random.Random) -> None:
-        for place, key in (
-            (c.quantization, "ignore"),
-            (c.json["hf_quant_config.json"]["quantization"], "exclude_modules"),
-        ):
+        for place, key in ((c.quantization, "ignore"), (c.json["hf_quant_config.json"]["quantization"], "exclude_modules")):
             place[key] = ["*lm_head", "model.embed*", "re:.*up_proj"]
         c.changed.add("hf_quant_config.json")
 
@@ -133,8 +142,15 @@ def test_a_leaked_buffer_is_left_out_and_the_index_follows(valid: Valid, tmp_pat
     assert stored(tmp_path / "out") == stored(original.folder)
 
 
-REQUANTIZE = ["NaN block scale", "global scale lost", "codes of half the width", "fused global scale scaled", "module lost",
-              "input scale lost", "unquantized NaN"]  # fmt: skip
+REQUANTIZE = [
+    "NaN block scale",
+    "global scale lost",
+    "codes of half the width",
+    "fused global scale scaled",
+    "module lost",
+    "input scale lost",
+    "unquantized NaN",
+]
 
 
 @pytest.mark.parametrize("kind", REQUANTIZE)
@@ -157,11 +173,14 @@ def test_another_arm_is_refused(valid: Valid, tmp_path: Path) -> None:
     """The PTQ arm of the same original would undo the training of a QAD arm."""
     original, arm = valid["modelopt"]
     opened = open_arm(arm)
-    masters = {
-        f"{m}.weight": opened.weight(f"{m}.weight").float() * 1.1 + 0.01 for m in (opened.selection or opened).modules
-    }  # type: ignore[union-attr]
-    run_stage("arm", tmp_path / "qad", {}, {}, lambda f: write_arm(f, "qad", opened.source, opened.selection,
-              dict(opened.input_scales), masters))  # fmt: skip
+    masters = {f"{m}.weight": opened.weight(f"{m}.weight").float() * 1.1 + 0.01 for m in (opened.selection or opened).modules}  # type: ignore[union-attr]
+    run_stage(
+        "arm",
+        tmp_path / "qad",
+        {},
+        {},
+        lambda f: write_arm(f, "qad", opened.source, opened.selection, dict(opened.input_scales), masters),
+    )
     run_stage("arm", tmp_path / "bf16", {}, {}, lambda f: write_arm(f, "bf16", opened.source, None, {}))
     folder = damaged(original, TENSOR_KINDS["global scale lost"], tmp_path / "damaged")
     for source in (tmp_path / "qad", tmp_path / "bf16"):
@@ -182,9 +201,7 @@ def test_the_manifest_vouches_where_nothing_is_whole(valid: Valid, tmp_path: Pat
         repair(folder, tmp_path / "out2", source=arm)
 
 
-def test_the_command_repairs_and_says_what_it_did(
-    valid: Valid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_repairs_and_says_what_it_did(valid: Valid, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     original, _ = valid["modelopt"]
     whole, out = str(original.folder), tmp_path / "out"
     assert main(["check", whole, "--fix", str(out)]) == 0
@@ -216,8 +233,6 @@ def test_an_arm_with_frozen_scales_is_known_by_them(valid: Valid, tmp_path: Path
     for layout in LAYOUTS:
         export_arm(arm, tmp_path / layout, layout=layout)
         assert [f for f in check(tmp_path / layout, source=arm) if f.rule == "W3"] == []
-        folder = damaged(
-            Checkpoint(tmp_path / layout), TENSOR_KINDS["global scale lost"], tmp_path / f"{layout} damaged"
-        )
+        folder = damaged(Checkpoint(tmp_path / layout), TENSOR_KINDS["global scale lost"], tmp_path / f"{layout} damaged")
         assert "13 of 13" in repair(folder, tmp_path / f"{layout} out", source=arm)[0]
         assert stored(tmp_path / f"{layout} out") == stored(tmp_path / layout)

@@ -28,12 +28,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "mixed": {"format": "NVFP4", "formats": {"*.self_attn.*": "FP8"}},
     "four bits": {"format": "NVFP4", "formats": {"*.mlp.*": "W4A16_NVFP4"}},
     "head": {"format": "NVFP4", "include": ("*", "lm_head")},
-    "mixed head": {
-        "format": "FP8",
-        "formats": {"lm_head": "NVFP4"},
-        "include": ("*", "lm_head"),
-        "exclude": ["*.0.mlp.*"],
-    },
+    "mixed head": {"format": "FP8", "formats": {"lm_head": "NVFP4"}, "include": ("*", "lm_head"), "exclude": ["*.0.mlp.*"]},
 }
 Q, UP, DOWN = (f"model.layers.1.{name}_proj" for name in ("self_attn.q", "mlp.up", "mlp.down"))
 
@@ -94,9 +89,7 @@ def test_fp8_is_stored_the_same_in_both_layouts(made: dict[str, Path], scheme: s
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_conversion_is_the_export_in_that_layout(
-    made: dict[str, Path], scheme: str, layout: str, tmp_path: Path
-) -> None:
+def test_a_conversion_is_the_export_in_that_layout(made: dict[str, Path], scheme: str, layout: str, tmp_path: Path) -> None:
     other = next(name for name in LAYOUTS if name != layout)
     convert(made[scheme] / other, layout, tmp_path / "out")
     converted, exported = as_bytes(tmp_path / "out"), as_bytes(made[scheme] / layout)
@@ -105,8 +98,11 @@ def test_a_conversion_is_the_export_in_that_layout(
     assert different <= {"weight_scale_2", "input_scale"}  # reciprocals of 4-bit modules: one ulp
     assert (different == set()) or (layout == "modelopt" and scheme != "fp8")
     assert config_of(tmp_path / "out") == config_of(made[scheme] / layout)
-    nested = [json.loads((folder / NESTED).read_text()) for folder in (tmp_path / "out", made[scheme] / layout)
-              if (folder / NESTED).exists()]  # fmt: skip
+    nested = [
+        json.loads((folder / NESTED).read_text())
+        for folder in (tmp_path / "out", made[scheme] / layout)
+        if (folder / NESTED).exists()
+    ]
     assert len(nested) == (2 if layout == "modelopt" else 0)
     assert nested[:1] == nested[1:]
 
@@ -130,8 +126,7 @@ def test_the_library_opens_the_other_layout_with_the_same_values(made: dict[str,
     folder, selection = made[scheme] / "compressed-tensors", selection_of(made[scheme])
     read = QuantizationConfig.model_validate(config_of(folder))
     assert {str(group.format) for group in read.config_groups.values()} == {
-        "float-quantized" if selection.format_of(module) == "FP8" else "nvfp4-pack-quantized"
-        for module in selection.modules
+        "float-quantized" if selection.format_of(module) == "FP8" else "nvfp4-pack-quantized" for module in selection.modules
     }
     stored = load_file(folder / "model.safetensors")
     packed, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
@@ -153,8 +148,13 @@ def test_the_library_opens_the_other_layout_with_the_same_values(made: dict[str,
 # --- what is refused ---
 
 
-def damaged(folder: Path, to: Path, tensors: Callable[[dict[str, torch.Tensor]], object] | None = None,
-            outer: Callable[[dict[str, Any]], object] | None = None, both: bool = True) -> Path:  # fmt: skip
+def damaged(
+    folder: Path,
+    to: Path,
+    tensors: Callable[[dict[str, torch.Tensor]], object] | None = None,
+    outer: Callable[[dict[str, Any]], object] | None = None,
+    both: bool = True,
+) -> Path:
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("qad_manifest.json"))
     if tensors:
         loaded = {name: tensor.clone() for name, tensor in load_file(to / "model.safetensors").items()}
@@ -197,10 +197,22 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unknown algorithm": ("E2", UP, {"outer": relist(UP, "NVFP5")}),
     "one place only": ("E1", Q, {"outer": relist(Q, None), "both": False}),
     "another key is found first": ("E7", DOWN, {"outer": first(f"mtp.{DOWN}", "FP8")}),
-    "no group size": ("E1", f"config.json quantized_layers {UP}", {"outer": lambda q: q["quantized_layers"][UP].pop("group_size")}),
+    "no group size": (
+        "E1",
+        f"config.json quantized_layers {UP}",
+        {"outer": lambda q: q["quantized_layers"][UP].pop("group_size")},
+    ),
     "no layers": ("E2", CONFIG, {"outer": lambda q: q.pop("quantized_layers")}),
-    "in another group": ("E1", Q, {"outer": lambda q: "config_groups" in q and q["config_groups"]["group_1"]["targets"].append(Q)}),
-    "eight bits said to be four": ("E1", CONFIG, {"outer": lambda q: "config_groups" in q and q["config_groups"]["group_0"]["weights"].update(num_bits=4)}),
+    "in another group": (
+        "E1",
+        Q,
+        {"outer": lambda q: "config_groups" in q and q["config_groups"]["group_1"]["targets"].append(Q)},
+    ),
+    "eight bits said to be four": (
+        "E1",
+        CONFIG,
+        {"outer": lambda q: "config_groups" in q and q["config_groups"]["group_0"]["weights"].update(num_bits=4)},
+    ),
     "BF16 head listed": ("E7", "lm_head", {"outer": relist("lm_head", "FP8")}),
     "NaN value": ("E4", Q, {"tensors": lambda t: t.update({f"{Q}.weight": NAN})}),
     "no weight scale": ("E3", Q, {"tensors": lambda t: t.pop(f"{Q}.weight_scale")}),
@@ -213,7 +225,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "values as bytes": ("E3", Q, {"tensors": lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].view(torch.uint8)})}),
     "BF16 values": ("E3", Q, {"tensors": lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].bfloat16()})}),
     "another input scale": ("E6", Q, {"tensors": lambda t: t[f"{Q}.input_scale"].mul_(2)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -226,9 +238,7 @@ def test_a_mixed_folder_that_is_broken_is_refused(made: dict[str, Path], fault: 
 def test_an_fp8_scale_of_another_arm_is_told_apart(made: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(made["fp8"] / "modelopt", tmp_path / "x", lambda t: t[f"{DOWN}.weight_scale"].mul_(1.5))
     assert check(folder) == []
-    assert [(f.rule, f.severity, f.module) for f in check(folder, source=made["fp8"] / "arm")] == [
-        ("W3", "error", DOWN)
-    ]
+    assert [(f.rule, f.severity, f.module) for f in check(folder, source=made["fp8"] / "arm")] == [("W3", "error", DOWN)]
 
 
 def test_unequal_fp8_weight_scales_are_a_warning(made: dict[str, Path], tmp_path: Path) -> None:
@@ -271,9 +281,10 @@ def test_a_quantized_head_is_held_against_the_exclude_list_both_ways(made: dict[
     plain = damaged(made["head"] / "modelopt", tmp_path / "plain", decode)
     assert {(f.rule, f.module) for f in check(plain) if f.severity == "error"} == {("E7", "lm_head")}
     untargeted = damaged(
-        made["head"] / "compressed-tensors", tmp_path / "untargeted",
+        made["head"] / "compressed-tensors",
+        tmp_path / "untargeted",
         outer=lambda q: q["config_groups"]["group_0"].update(targets=["Linear"]),
-    )  # fmt: skip
+    )
     assert [(f.rule, f.module, f.engine) for f in check(untargeted)] == [("E7", "lm_head", "vllm")]
     tied = tmp_path / "tied"
     shutil.copytree(made["head"] / "modelopt", tied)
@@ -287,9 +298,7 @@ def test_a_quantized_head_is_held_against_the_exclude_list_both_ways(made: dict[
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_metadata_are_repaired_from_the_tensors(
-    made: dict[str, Path], scheme: str, layout: str, tmp_path: Path
-) -> None:
+def test_metadata_are_repaired_from_the_tensors(made: dict[str, Path], scheme: str, layout: str, tmp_path: Path) -> None:
     def wrong_numbers(quantization: dict[str, Any]) -> None:
         for group in quantization.get("config_groups", {}).values():
             group["weights"]["num_bits"] = 7

@@ -49,9 +49,7 @@ def names_and_bytes(folder: Path) -> dict[str, bytes]:
     return {n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
 
 
-def test_shards_agree_with_their_index_and_hold_the_same_bytes(
-    arm_dir: Path, exported_dir: Path, tmp_path: Path
-) -> None:
+def test_shards_agree_with_their_index_and_hold_the_same_bytes(arm_dir: Path, exported_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "sharded"
     export_arm(arm_dir, out, shard_size=20_000)
     shards = sorted(p.name for p in out.glob("*.safetensors"))
@@ -107,15 +105,11 @@ def test_the_prompt_is_rendered_as_the_sources(source: Path, build_arm: BuildArm
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out)
     chat = [{"role": "user", "content": "How deep is the river?"}]
-    rendered = [
-        load_tokenizer(f).apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for f in (source, out)
-    ]
+    rendered = [load_tokenizer(f).apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for f in (source, out)]
     assert rendered[0] == rendered[1] != ""
 
 
-def test_the_sources_own_files_are_copied_verbatim_and_nothing_else(
-    source: Path, build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_the_sources_own_files_are_copied_verbatim_and_nothing_else(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
     (source / "modeling_own.py").write_text("raise SystemExit('never run')\n")
     (source / "LICENSE").write_text("licence\n")
     (source / "Notice.txt").write_text("notice\n")
@@ -124,14 +118,7 @@ def test_the_sources_own_files_are_copied_verbatim_and_nothing_else(
     (source / "optimizer.pt").write_bytes(b"pickle")
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out)
-    for name in (
-        "modeling_own.py",
-        "LICENSE",
-        "Notice.txt",
-        "tokenizer.json",
-        "generation_config.json",
-        "chat_template.jinja",
-    ):
+    for name in ("modeling_own.py", "LICENSE", "Notice.txt", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert not {"pytorch_model.bin", "optimizer.pt"} & {p.name for p in out.iterdir()}
     large = [line.split()[0] for line in (out / ".gitattributes").read_text().splitlines() if "filter=lfs" in line]
@@ -197,9 +184,7 @@ def test_zero_weights_export_with_normal_scales(source: Path, build_arm: BuildAr
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
 
 
-def test_zero_rows_export_without_nan_bytes_and_decode_to_zero(
-    source: Path, build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_zero_rows_export_without_nan_bytes_and_decode_to_zero(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
     """Rows and blocks of zeros in every Linear, next to ordinary ones."""
     tensors = load_file(source / "model.safetensors")
     arm = open_arm(build_arm(source, tmp_path / "plain"))
@@ -230,13 +215,7 @@ def test_nan_is_named_and_nothing_is_left(source: Path, build_arm: BuildArm, tmp
     masters[name][2, 3] = float("nan")
     opened = open_arm(arm)
     broken = tmp_path / "broken"
-    run_stage(
-        "arm",
-        broken,
-        {},
-        {},
-        lambda f: write_arm(f, "qad", opened.source, opened.selection, opened.input_scales, masters),
-    )
+    run_stage("arm", broken, {}, {}, lambda f: write_arm(f, "qad", opened.source, opened.selection, opened.input_scales, masters))
     with pytest.raises(SourceError, match=rf"{name}.*nan.*2, 3"):
         export_arm(broken, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -294,9 +273,7 @@ def test_an_interrupted_export_goes_on_behind_its_last_whole_shard(
     assert not [name for name in artifact.manifest["files"] if "shards" in name or name.endswith(".tmp")]
 
 
-def test_shards_of_another_commit_are_written_again(
-    arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_another_commit_are_written_again(arm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     write = writer.write_file
 
@@ -357,9 +334,12 @@ def rewritten(arm: Path, folder: Path, **changes: Any) -> Path:
     """An arm like another one, with some of what write_arm takes replaced."""
     opened = open_arm(arm)
     parts: dict[str, Any] = {
-        "source": opened.source, "selection": opened.selection, "input_scales": dict(opened.input_scales), "weights": None,
+        "source": opened.source,
+        "selection": opened.selection,
+        "input_scales": dict(opened.input_scales),
+        "weights": None,
         **changes,
-    }  # fmt: skip
+    }
     run_stage("arm", folder, {}, {}, lambda f: write_arm(f, "qad", **parts))
     return folder
 
@@ -406,9 +386,7 @@ def test_a_routers_correction_bias_keeps_its_bits(source: Path, build_arm: Build
     assert stored["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_biases_lie_beside_their_weights_and_load(
-    make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_biases_lie_beside_their_weights_and_load(make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path) -> None:
     source = make_llama(tmp_path / "biased", attention_bias=True, mlp_bias=True)
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out, shard_size=2_000)
@@ -419,9 +397,7 @@ def test_biases_lie_beside_their_weights_and_load(
     assert check(out) == []
 
 
-def test_a_stored_tied_head_is_dropped_and_one_that_differs_refused(
-    source: Path, build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_a_stored_tied_head_is_dropped_and_one_that_differs_refused(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -437,23 +413,21 @@ def test_a_stored_tied_head_is_dropped_and_one_that_differs_refused(
         open_checkpoint(source)
 
 
-def test_odd_dimensions_stay_bf16_and_are_excluded(
-    make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_odd_dimensions_stay_bf16_and_are_excluded(make_llama: Callable[..., Path], build_arm: BuildArm, tmp_path: Path) -> None:
     source = make_llama(tmp_path / "odd", intermediate_size=40)
     out = tmp_path / "out"
     export_arm(build_arm(source, tmp_path / "arm"), out)
     down = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
     assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == [
-        "lm_head", "model.embed_tokens", *down,
-    ]  # fmt: skip
+        "lm_head",
+        "model.embed_tokens",
+        *down,
+    ]
     assert load_file(out / "model.safetensors")[f"{down[0]}.weight"].dtype == torch.bfloat16
     assert [f for f in check(out) if f.severity == "error"] == []
 
 
-def test_the_card_carries_licence_and_tags_and_names_the_base_model(
-    source: Path, build_arm: BuildArm, tmp_path: Path
-) -> None:
+def test_the_card_carries_licence_and_tags_and_names_the_base_model(source: Path, build_arm: BuildArm, tmp_path: Path) -> None:
     front = "model_name: owner/river\nlicense: other\nlicense_name: river\ntags: [chat]\nmodel-index: [{name: x}]"
     (source / "README.md").write_text(f"---\n{front}\n---\n# River\n")
     out = tmp_path / "out"
@@ -499,17 +473,15 @@ def test_large_weights_are_quantized_in_parts_with_the_same_bits(monkeypatch: py
 
 def test_a_streamed_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
     tensors = {
-        "b": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "a": torch.randn(3, 5).bfloat16(), "s": torch.tensor(0.5),
-        "é": torch.randn(2, 2), "f": torch.randn(3, 3).to(torch.float8_e4m3fn), "none": torch.empty(0, 4),
+        "b": torch.arange(6, dtype=torch.uint8).reshape(2, 3),
+        "a": torch.randn(3, 5).bfloat16(),
+        "s": torch.tensor(0.5),
+        "é": torch.randn(2, 2),
+        "f": torch.randn(3, 3).to(torch.float8_e4m3fn),
+        "none": torch.empty(0, 4),
         "i": torch.arange(3),
-    }  # fmt: skip
-    dtypes = {
-        torch.uint8: "U8",
-        torch.bfloat16: "BF16",
-        torch.float32: "F32",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.int64: "I64",
     }
+    dtypes = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64"}
     entries = [Entry(n, dtypes[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
     digest = write_file(tmp_path / "ours", entries, tensors.items())
     assert digest == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()

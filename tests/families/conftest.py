@@ -11,9 +11,7 @@ from tiny_families import build
 
 
 @pytest.fixture(scope="session")
-def family_dir(
-    tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[[Path], Any]
-) -> Callable[[str], Path]:
+def family_dir(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[[Path], Any]) -> Callable[[str], Path]:
     """Name of a family -> its saved BF16 instance; read only."""
     root, made = tmp_path_factory.mktemp("families"), {}
 

@@ -21,9 +21,19 @@ from qad.recipes import apart
 
 FamilyDir = Callable[[str], Path]
 LEAKING = {
-    "Bamba", "Falcon-H1", "Granite-hybrid dense", "Jamba", "LFM2", "Nemotron-H MoE", "Nemotron-H dense", "Qwen2.5-VL",
-    "Qwen3-Next", "Qwen3.5 text", "Qwen3.5-VL", "gpt-oss",
-}  # fmt: skip
+    "Bamba",
+    "Falcon-H1",
+    "Granite-hybrid dense",
+    "Jamba",
+    "LFM2",
+    "Nemotron-H MoE",
+    "Nemotron-H dense",
+    "Qwen2.5-VL",
+    "Qwen3-Next",
+    "Qwen3.5 text",
+    "Qwen3.5-VL",
+    "gpt-oss",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -34,9 +44,7 @@ def test_the_probe_finds_what_leaks(name: str) -> None:
     assert found.causal
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Gemma2", "DeepSeek-V3", "Qwen3-MoE", "Bamba", "LFM2", "gpt-oss", "Qwen3-VL"]
-)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "DeepSeek-V3", "Qwen3-MoE", "Bamba", "LFM2", "gpt-oss", "Qwen3-VL"])
 def test_the_family_itself_does_what_its_small_instance_did(family_dir: FamilyDir, name: str) -> None:
     model = load_model(open_checkpoint(family_dir(name)), "float32", "cpu")
     ids = torch.randint(3, 500, (2, 1, 30), generator=torch.Generator().manual_seed(1))

@@ -59,8 +59,6 @@ def test_an_architecture_without_a_language_model_is_refused(family_dir: Callabl
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "model_type": "clip", "architectures": ["XForCausalLM"]})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "clip", "architectures": ["XForCausalLM"]}))
     with pytest.raises(SourceError, match="as a causal LM"):
         load_skeleton(open_checkpoint(tmp_path))

@@ -61,10 +61,7 @@ def test_unequal_scales_of_them_are_an_error(family_dir: FamilyDir, tmp_path: Pa
 def test_a_mamba_1_mixer_is_never_quantized(family_dir: FamilyDir, format: str) -> None:
     selection = selected(family_dir("Jamba"), format)
     assert not any(".mamba." in module for module in selection.modules)
-    mixer = {
-        leaf: selection.excluded[f"model.layers.0.mamba.{leaf}"]
-        for leaf in ("in_proj", "x_proj", "dt_proj", "out_proj")
-    }
+    mixer = {leaf: selection.excluded[f"model.layers.0.mamba.{leaf}"] for leaf in ("in_proj", "x_proj", "dt_proj", "out_proj")}
     assert set(mixer.values()) == {"inside a Mamba-1 mixer, which engines build unquantized"}
 
 

@@ -8,17 +8,43 @@ from typing import Any
 import torch
 
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
-           "mamba_chunk_size": 16}  # fmt: skip
-_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-          "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14,
-           "image_size": 28}  # fmt: skip
+_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+    "image_size": 28,
+}
 _QWEN_VISION = {"hidden_size": 64, "intermediate_size": 128, "depth": 1, "num_heads": 2, "out_hidden_size": 128}
 _ROPE_3D = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 
@@ -38,45 +64,134 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-NeoX": ("gpt_neox", {"head_dim": None, "num_key_value_heads": None}),
     "Qwen3-MoE": ("qwen3_moe", {**_MOE}),
     "Mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
-    "GLM4-MoE": ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-                              "first_k_dense_replace": 1, "n_shared_experts": 1}),
-    "DeepSeek-V3": ("deepseek_v3", {"head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32,
-                                    "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
-                                    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
-                                    "n_group": 2, "topk_group": 1, "n_shared_experts": 1}),
+    "GLM4-MoE": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
     "Qwen3-Next": ("qwen3_next", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 64}),
     "Qwen3.5 text": ("qwen3_5_text", {**_DELTA}),
-    "Granite-hybrid dense": ("granitemoehybrid", {**_MAMBA2, "head_dim": None, "num_local_experts": 0, "num_experts_per_tok": 0,
-                                                  "shared_intermediate_size": 256, "layer_types": ["mamba", "attention"]}),
-    "Falcon-H1": ("falcon_h1", {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
-                                "mamba_d_ssm": 256, "mamba_chunk_size": 16}),
+    "Granite-hybrid dense": (
+        "granitemoehybrid",
+        {
+            **_MAMBA2,
+            "head_dim": None,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "Falcon-H1": (
+        "falcon_h1",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_ssm": 256,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "Bamba": ("bamba", {**_MAMBA2, "head_dim": None, "attn_layer_indices": [1]}),
     "LFM2": ("lfm2", {"head_dim": None, "layer_types": ["conv", "full_attention"]}),
-    "Jamba": ("jamba", {"head_dim": None, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 2,
-                        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
-                        "mamba_dt_rank": 8, "use_mamba_kernels": False}),
-    "Nemotron-H dense": ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "num_hidden_layers": None,
-                                        "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
-                                        "chunk_size": 16}),
-    "Nemotron-H MoE": ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": None,
-                                      "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
-                                      "chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-                                      "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}),
+    "Jamba": (
+        "jamba",
+        {
+            "head_dim": None,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "Nemotron-H dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+            "num_hidden_layers": None,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
+    "Nemotron-H MoE": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "num_hidden_layers": None,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
-    "Granite-MoE": ("granitemoe", {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2,
-                                   "intermediate_size": 64}),
-    "Llama4 text": ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 64,
-                                    "intermediate_size_mlp": 256, "interleave_moe_layer_step": 2}),
-    "Gemma3": ("gemma3", {"text_config": {"num_hidden_layers": 6, "tie_word_embeddings": True},
-                          "vision_config": _VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": True}),
+    "Granite-MoE": ("granitemoe", {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
+    "Llama4 text": (
+        "llama4_text",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "Gemma3": (
+        "gemma3",
+        {
+            "text_config": {"num_hidden_layers": 6, "tie_word_embeddings": True},
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Qwen2.5-VL": ("qwen2_5_vl", {"text_config": {"head_dim": None, **_ROPE_3D}, "vision_config": _QWEN_VISION}),
-    "Qwen3-VL": ("qwen3_vl", {"text_config": {**_ROPE_3D},
-                              "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}}),
+    "Qwen3-VL": ("qwen3_vl", {"text_config": {**_ROPE_3D}, "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}}),
     "Qwen3.5-VL": ("qwen3_5", {"text_config": {**_DELTA}, "vision_config": _QWEN_VISION}),
     "SmolVLM": ("smolvlm", {"text_config": {"model_type": "llama"}, "vision_config": _VISION}),
-    "Mistral3": ("mistral3", {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral", **_VISION,
-                                                                                         "head_dim": 32}}),
-}  # fmt: skip
+    "Mistral3": (
+        "mistral3",
+        {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 32}},
+    ),
+}
 
 
 def config_of(name: str) -> Any:

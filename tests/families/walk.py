@@ -92,11 +92,20 @@ def _recipe(source: Path, folder: Path) -> Path:
     text = folder / "text.txt"
     text.write_text("\n\n".join(" ".join([f"document {n} of many", *words[n % 9 :]]) for n in range(90)))
     raw = {
-        "model": str(source), "dtype": "float32",
+        "model": str(source),
+        "dtype": "float32",
         "calibrate": {"data": str(text), "samples": 4, "seq_len": 32},
-        "train": {"method": "qad", "data": str(text), "tokens": STEPS * 64, "seq_len": 32, "batch_size": 2, "lr": 3e-4,
-                  "validate_every": STEPS // 2, "validation_tokens": 128},
-    }  # fmt: skip
+        "train": {
+            "method": "qad",
+            "data": str(text),
+            "tokens": STEPS * 64,
+            "seq_len": 32,
+            "batch_size": 2,
+            "lr": 3e-4,
+            "validate_every": STEPS // 2,
+            "validation_tokens": 128,
+        },
+    }
     (folder / "recipe.yaml").write_text(json.dumps(raw))
     return folder / "recipe.yaml"
 

@@ -26,11 +26,7 @@ from qad.lock import only_one
 pytestmark = pytest.mark.pipeline
 
 SHARES = ("saturated_weight_share", "saturated_input_share")
-SENTENCES = [
-    "The river runs past the mill {0}.",
-    "A heron waits {0} for fish.",
-    "He counts {0} sacks of flour and {0} more.",
-]
+SENTENCES = ["The river runs past the mill {0}.", "A heron waits {0} for fish.", "He counts {0} sacks of flour and {0} more."]
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +44,16 @@ def write_recipe(folder: Path, model: Path, **train: Any) -> Path:
         "quantize": {"format": "NVFP4", "exclude": ["lm_head"]},
         "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
         "train": {
-            "data": str(text), "tokens": 12 * 128, "seq_len": 32, "batch_size": 4, "lr": 1e-4, "validate_every": 4,
-            "save_every": 2, "validation_tokens": 256, "chunk": 64, **train,
+            "data": str(text),
+            "tokens": 12 * 128,
+            "seq_len": 32,
+            "batch_size": 4,
+            "lr": 1e-4,
+            "validate_every": 4,
+            "save_every": 2,
+            "validation_tokens": 256,
+            "chunk": 64,
+            **train,
         },
         "measure": {
             "engine": "transformers",
@@ -57,7 +61,7 @@ def write_recipe(folder: Path, model: Path, **train: Any) -> Path:
             "accuracy": {"tasks": ["qad_agreement"], "limit": 40},
             "throughput": {"input_tokens": 16, "output_tokens": 4, "repeats": 2},
         },
-    }  # fmt: skip
+    }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
@@ -85,8 +89,12 @@ def test_the_run_folder_is_the_contract(finished: tuple[Path, Path]) -> None:
         assert (run / name / "qad_manifest.json").is_file()
     for arm in ("bf16", "ptq", "qad"):
         assert {p.name for p in (run / "measure" / arm).iterdir()} == {
-            "memory.json", "fidelity.json", "accuracy.json", "accuracy.samples.parquet", "throughput.json",
-        }  # fmt: skip
+            "memory.json",
+            "fidelity.json",
+            "accuracy.json",
+            "accuracy.samples.parquet",
+            "throughput.json",
+        }
     assert {p.name for p in (run / "report").iterdir()} >= {"report.html", "report.md", "report.json"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [set(row) for row in rows] == [{"step", "tokens", "kl", "lr", "tokens_per_s", "val_kl", *SHARES}] * 13
@@ -135,9 +143,7 @@ def test_qat_joins_a_finished_run_as_an_arm_of_its_own(finished: tuple[Path, Pat
     assert main(["run", str(recipe), "--out", str(out), "--set", "train.method=[qat, qad]"]) == 0
     assert (out / "arms" / "qad" / "qad_manifest.json").read_bytes() == made
     assert main(["check", str(out / "export" / "qat"), "--source", str(out / "arms" / "qat"), "--strict"]) == 0
-    assert {p.name for p in (out / "measure" / "qat").iterdir()} == {
-        p.name for p in (out / "measure" / "qad").iterdir()
-    }
+    assert {p.name for p in (out / "measure" / "qat").iterdir()} == {p.name for p in (out / "measure" / "qad").iterdir()}
     assert "| PTQ | QAT | QAD |" in (out / "report" / "report.md").read_text()
     rows = [json.loads(line) for line in (out / "metrics-qat.jsonl").read_text().splitlines()]
     assert rows[-1]["val_cross_entropy"] < rows[0]["val_cross_entropy"]
@@ -179,10 +185,7 @@ def test_a_trained_arm_is_replaced_only_where_that_is_asked_for(
     words = text.read_text()
     text.write_text(words.replace("heron", "stork"))
     assert main(args) == 2
-    assert (
-        "the text is another one; the train is another one; the validation is another one: qad"
-        in capsys.readouterr().err
-    )
+    assert "the text is another one; the train is another one; the validation is another one: qad" in capsys.readouterr().err
     text.write_text(words)
     assert main([*args, "--set", "train.lr=2e-4", "--redo"]) == 0
     assert "redo   train.lr 0.0001 -> 0.0002" in capsys.readouterr().out
@@ -190,9 +193,7 @@ def test_a_trained_arm_is_replaced_only_where_that_is_asked_for(
     assert made()["qad"] != before["qad"]
 
 
-def test_two_runs_into_one_folder_are_one(
-    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_into_one_folder_are_one(tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The lock names its process, and dies with it."""
     recipe, run = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
     code = "import sys, pathlib, qad.lock as l\nwith l.only_one(pathlib.Path(sys.argv[1])):\n print('held', flush=True); input()"
@@ -222,8 +223,10 @@ def test_a_template_that_asks_for_the_time_is_told_the_same_tomorrow(
     model = make_llama(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CLOCK)
     recipe = write_recipe(tmp_path, model)
-    chats = [{"messages": [{"role": "user", "content": f"How many {i}?"}, {"role": "assistant", "content": f"{i} " * 20}]}
-             for i in range(200)]  # fmt: skip
+    chats = [
+        {"messages": [{"role": "user", "content": f"How many {i}?"}, {"role": "assistant", "content": f"{i} " * 20}]}
+        for i in range(200)
+    ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     data = f"{{source: jsonl, path: {tmp_path / 'chat.jsonl'}, field: messages}}"
     keys = [f"{key}={data}" for key in ("calibrate.data", "train.data", "measure.fidelity.data")]
@@ -289,19 +292,7 @@ def test_measure_by_hand(
     out = tmp_path / "record.json"
     assert main(["measure", "memory", str(folder), "--out", str(out)]) == 0
     assert json.loads(out.read_text())["kind"] == "memory"
-    fidelity = [
-        "measure",
-        "fidelity",
-        str(folder),
-        "--out",
-        str(out),
-        "--data",
-        text,
-        "--tokens",
-        "512",
-        "--seq-len",
-        "64",
-    ]
+    fidelity = ["measure", "fidelity", str(folder), "--out", str(out), "--data", text, "--tokens", "512", "--seq-len", "64"]
     assert main(fidelity) == 2  # no teacher
     other = shutil.copytree(tiny_llama_dir, tmp_path / "other")
     generation = {"_from_model_config": True, "bos_token_id": 1, "top_k": 7}
@@ -371,10 +362,14 @@ def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "QAD_COMPILE": "0", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "qad", "run", str(recipe), "--out", str(run)]
     return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         # A background shell hands down an ignored SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
 
 
 MOMENTS = {
@@ -387,9 +382,7 @@ MOMENTS = {
 
 
 @pytest.mark.slow
-def test_killed_at_five_moments_and_started_again_it_ends_in_the_same_bytes(
-    finished: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_killed_at_five_moments_and_started_again_it_ends_in_the_same_bytes(finished: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, whole = finished
     run = tmp_path / "out"
     for awaited in MOMENTS.values():
@@ -450,10 +443,7 @@ def test_a_mistake_is_one_line_before_anything_is_written(
 
 
 def test_a_run_of_another_model_and_a_foreign_folder_are_refused(
-    finished: tuple[Path, Path],
-    make_llama: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    finished: tuple[Path, Path], make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, run = finished
     other = make_llama(tmp_path / "other", seed=1)
@@ -477,16 +467,9 @@ def test_a_layout_that_transformers_cannot_measure_is_refused_before_anything_ru
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_in_the_compressed_tensors_layout_is_measured_through_that_library(
-    tiny_llama_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_the_compressed_tensors_layout_is_measured_through_that_library(tiny_llama_dir: Path, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path, tiny_llama_dir), tmp_path / "out"
-    settings = (
-        "export.layout=compressed-tensors",
-        "dtype=bfloat16",
-        "measure.accuracy=null",
-        "measure.throughput=null",
-    )
+    settings = ("export.layout=compressed-tensors", "dtype=bfloat16", "measure.accuracy=null", "measure.throughput=null")
     sets = [argument for setting in settings for argument in ("--set", setting)]
     assert main(["run", str(recipe), *sets, "--out", str(out)]) == 0
     config = json.loads((out / "export" / "qad" / "config.json").read_text())
@@ -504,8 +487,7 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     only = ["--set", "measure.throughput=null", "--set", "measure.memory=false"]
     assert main(["run", str(recipe), "--out", str(again), "--set", "train.seed=1", *only]) == 0
     ptq, qad = (
-        [(folder / "export" / arm / "model.safetensors").read_bytes() for folder in (run, again)]
-        for arm in ("ptq", "qad")
+        [(folder / "export" / arm / "model.safetensors").read_bytes() for folder in (run, again)] for arm in ("ptq", "qad")
     )
     assert ptq[0] == ptq[1]
     assert qad[0] != qad[1]
@@ -513,8 +495,7 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     assert [record["training"]["seed"] for record in records] == [0, 1]
     assert records[0]["training"]["recipe"] == records[1]["training"]["recipe"]
     assert "training" not in json.loads((run / "measure" / "ptq" / "accuracy.json").read_text())
-    arms = [f"{arm}={folder / 'measure' / arm}" for folder, arm in
-            ((run, "bf16"), (run, "ptq"), (run, "qad"), (again, "qad"))]  # fmt: skip
+    arms = [f"{arm}={folder / 'measure' / arm}" for folder, arm in ((run, "bf16"), (run, "ptq"), (run, "qad"), (again, "qad"))]
     out = tmp_path / "cmp"
     capsys.readouterr()
     assert main(["compare", *arms, "--out", str(out)]) == 0
@@ -527,21 +508,7 @@ def test_two_seeds_of_one_recipe_are_one_arm(
     assert "QAD (training seed 1) | accuracy" in page
     assert main(["report", str(out)]) == 0
     assert (
-        main(
-            [
-                "run",
-                str(recipe),
-                "--out",
-                str(again),
-                "--redo",
-                "--set",
-                "train.seed=1",
-                "--set",
-                "train.lr=2e-4",
-                *only,
-            ]
-        )
-        == 0
+        main(["run", str(recipe), "--out", str(again), "--redo", "--set", "train.seed=1", "--set", "train.lr=2e-4", *only]) == 0
     )
     capsys.readouterr()
     assert main(["compare", *arms, "--out", str(out)]) == 2
@@ -555,8 +522,16 @@ def test_weights_alone_are_quantized_without_calibration_or_training(
     model = make_qwen3(tmp_path / "moe", "qwen3_moe")  # which cannot be trained
     recipe, run = tmp_path / "weights.yaml", tmp_path / "out"
     fidelity = {"data": text, "tokens": 128, "seq_len": 64}
-    recipe.write_text(yaml.safe_dump({"model": str(model), "dtype": "float32", "quantize": {"format": "W4A16_NVFP4"},
-                                      "measure": {"engine": "transformers", "fidelity": fidelity}}))  # fmt: skip
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": str(model),
+                "dtype": "float32",
+                "quantize": {"format": "W4A16_NVFP4"},
+                "measure": {"engine": "transformers", "fidelity": fidelity},
+            }
+        )
+    )
     assert main(["plan", str(recipe)]) == 0
     assert "train" not in capsys.readouterr().out
     assert main(["run", str(recipe), "--out", str(run)]) == 0

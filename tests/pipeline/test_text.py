@@ -21,21 +21,40 @@ def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_recipe(folder: Path, model: Path, **train: Any) -> Path:
     chats = folder / "chats.jsonl"
-    chats.write_text("".join(
-        json.dumps({"messages": [
-            {"role": "user", "content": f"How many sacks, said the miller {i} times, are there in the house?"},
-            {"role": "assistant", "content": f"There are {i} sacks of flour and {i} ducks."},
-        ]}) + "\n" for i in range(120)
-    ))  # fmt: skip
+    chats.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"How many sacks, said the miller {i} times, are there in the house?"},
+                        {"role": "assistant", "content": f"There are {i} sacks of flour and {i} ducks."},
+                    ]
+                }
+            )
+            + "\n"
+            for i in range(120)
+        )
+    )
     source = {"source": "jsonl", "path": str(chats), "field": "messages"}
     recipe = {
-        "model": str(model), "dtype": "float32", "calibrate": {"data": source, "samples": 2, "seq_len": 32},
+        "model": str(model),
+        "dtype": "float32",
+        "calibrate": {"data": source, "samples": 2, "seq_len": 32},
         "train": {
             "data": [{**source, "weight": 3}, {"source": "teacher", "prompts": source, "length": 12, "batch_size": 2}],
-            "tokens": 4 * 128, "seq_len": 64, "batch_size": 2, "epochs": 2, "loss_on": "assistant", "lr": 1e-4,
-            "validate_every": 2, "save_every": 4, "validation_tokens": 64, "chunk": 64, **train,
+            "tokens": 4 * 128,
+            "seq_len": 64,
+            "batch_size": 2,
+            "epochs": 2,
+            "loss_on": "assistant",
+            "lr": 1e-4,
+            "validate_every": 2,
+            "save_every": 4,
+            "validation_tokens": 64,
+            "chunk": 64,
+            **train,
         },
-    }  # fmt: skip
+    }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path

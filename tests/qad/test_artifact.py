@@ -31,18 +31,7 @@ def test_a_finished_stage_has_a_manifest_with_every_file_and_leaves_nothing_besi
     artifact = stage(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert set(artifact.manifest["files"]) == {"data.txt"}
-    for key in (
-        "kind",
-        "status",
-        "key",
-        "config_hash",
-        "inputs",
-        "digest",
-        "producer",
-        "environment",
-        "argv",
-        "created",
-    ):
+    for key in ("kind", "status", "key", "config_hash", "inputs", "digest", "producer", "environment", "argv", "created"):
         assert key in artifact.manifest
     assert open_artifact(tmp_path / "out", "toy") == artifact
 

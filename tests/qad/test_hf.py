@@ -45,15 +45,14 @@ def trained_arm(source: Checkpoint, folder: Path, format: str, strategy: str = "
     masters["model.layers.0.mlp.up_proj.weight"][:, 16:32] *= 1e-7
     masters["model.layers.1.mlp.up_proj.weight"][:, :16] = 0.0
     masters["model.layers.1.self_attn.o_proj.weight"].zero_()
-    run_stage("arm", folder, {}, {}, lambda f: write_arm(
-        f, "qad", source, selection, scales, masters, scales=strategy, frozen=frozen))  # fmt: skip
+    run_stage(
+        "arm", folder, {}, {}, lambda f: write_arm(f, "qad", source, selection, scales, masters, scales=strategy, frozen=frozen)
+    )
     return open_arm(folder)
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def exported(
-    request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Arm, Path]:
+def exported(request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arm, Path]:
     folder = tmp_path_factory.mktemp("law")
     arm = trained_arm(open_checkpoint(tiny_llama_dir), folder / "arm", *request.param)
     export_arm(arm.folder, folder / "out")
@@ -73,9 +72,7 @@ def test_every_tensor_decodes_to_the_fake_quantized_master(exported: tuple[Arm, 
     frozen = {m: scales for group in arm.selection.groups for m, scales in arm.frozen_scales(group).items()}
     assert bool(frozen) == (arm.scales != "dynamic")
     for module in arm.selection.modules:
-        q = nvfp4.QuantizedTensor(
-            *(stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2"))
-        )
+        q = nvfp4.QuantizedTensor(*(stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")))
         master, given = arm.weight(f"{module}.weight"), frozen[module].block_scale if frozen else None
         assert torch.equal(bits(nvfp4.dequantize(q)), bits(nvfp4.fake_quantize(master, q.global_scale, given)))
         assert torch.equal(bits(nvfp4.dequantize(q)), bits(parameters[f"{module}.weight"].detach()))
@@ -137,8 +134,7 @@ def cast(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Te
 
 
 @pytest.mark.parametrize(
-    "name",
-    [f"{UP}.weight", f"{UP}.weight_scale", f"{UP}.weight_scale_2", "model.norm.weight", "model.embed_tokens.weight"],
+    "name", [f"{UP}.weight", f"{UP}.weight_scale", f"{UP}.weight_scale_2", "model.norm.weight", "model.embed_tokens.weight"]
 )
 def test_a_missing_tensor_is_never_made_up(exported: tuple[Arm, Path], tmp_path: Path, name: str) -> None:
     folder = broken(exported[1], tmp_path / "broken", lambda t: t.pop(name))
@@ -189,9 +185,7 @@ def test_globs_and_ancestors_are_ignored_as_modelopt_writes_them(exported: tuple
         assert arm.selection is not None
         for module in arm.selection.modules:
             if module.startswith("model.layers.0."):
-                q = nvfp4.QuantizedTensor(
-                    *(t.pop(f"{module}.{leaf}") for leaf in ("weight", "weight_scale", "weight_scale_2"))
-                )
+                q = nvfp4.QuantizedTensor(*(t.pop(f"{module}.{leaf}") for leaf in ("weight", "weight_scale", "weight_scale_2")))
                 t.pop(f"{module}.input_scale", None)
                 t[f"{module}.weight"] = nvfp4.dequantize(q, torch.bfloat16)
 
@@ -210,16 +204,10 @@ def test_a_quantized_kv_cache_is_not_emulated_and_says_so(exported: tuple[Arm, P
 
 @pytest.mark.parametrize(
     ("config", "named"),
-    [
-        ({"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
-        ({"quant_algo": None}, "None"),
-        ({"group_size": 32}, "32"),
-    ],
+    [({"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"), ({"quant_algo": None}, "None"), ({"group_size": 32}, "32")],
     ids=["mixed", "no algorithm", "blocks of 32"],
 )
-def test_what_is_not_decoded_is_named(
-    exported: tuple[Arm, Path], tmp_path: Path, config: dict[str, Any], named: str
-) -> None:
+def test_what_is_not_decoded_is_named(exported: tuple[Arm, Path], tmp_path: Path, config: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         AutoModelForCausalLM.from_pretrained(broken(exported[1], tmp_path / "x", **config), dtype=torch.float32)
 
@@ -232,9 +220,7 @@ def test_lm_eval_scores_a_folder_as_it_scores_the_model(exported: tuple[Arm, Pat
     model = AutoModelForCausalLM.from_pretrained(exported[1], dtype=torch.float32)
     requests = [Instance("loglikelihood", {}, ("The river runs", " past the old mill"), 0)]
     kwargs: dict[str, Any] = {"device": "cpu", "batch_size": 1}
-    given = HFLM(pretrained=model, tokenizer=load_tokenizer(exported[1]), **kwargs).loglikelihood(
-        requests, disable_tqdm=True
-    )
+    given = HFLM(pretrained=model, tokenizer=load_tokenizer(exported[1]), **kwargs).loglikelihood(requests, disable_tqdm=True)
     opened = HFLM(pretrained=str(exported[1]), dtype="float32", **kwargs).loglikelihood(requests, disable_tqdm=True)
     assert given == opened
     assert given[0][0] < 0

@@ -141,8 +141,11 @@ def test_arms_and_checkpoints_on_a_full_disk(
     """Whichever file is the first that does not fit, the message is one line and names a path of this command's output."""
     recipe = {"model": str(tiny_llama_dir), "dtype": "float32", "quantize": {"format": "W4A16_NVFP4"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    commands = {"ptq": ["ptq", str(tmp_path / "recipe.yaml")], "export": ["export", str(tmp_path / "ptq")],
-                "convert": ["convert", str(tmp_path / "export"), "--layout", "compressed-tensors"]}  # fmt: skip
+    commands = {
+        "ptq": ["ptq", str(tmp_path / "recipe.yaml")],
+        "export": ["export", str(tmp_path / "ptq")],
+        "convert": ["convert", str(tmp_path / "export"), "--layout", "compressed-tensors"],
+    }
     for command, argv in commands.items():
         argv = [*argv, "--out", str(tmp_path / command)]
         with room_for(size):
@@ -157,9 +160,7 @@ def test_arms_and_checkpoints_on_a_full_disk(
         capsys.readouterr()
 
 
-def test_a_full_standard_output_is_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_standard_output_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full(*_args: Any, **_options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -38,9 +38,7 @@ def test_a_log_gets_a_line_every_half_minute_and_one_at_the_end(capsys: pytest.C
     ]
 
 
-def test_what_is_done_soon_says_nothing_and_what_fails_does_not_say_it_is_done(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_done_soon_says_nothing_and_what_fails_does_not_say_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with Progress("export", 100, "B", 0, clock) as progress:
         clock.now = EVERY - 1

@@ -69,7 +69,7 @@ REFUSED = {
     "metadata of numbers": (file({"__metadata__": {"a": 1}, **WHOLE}), "no object of strings"),
     "half a character": (file(json.dumps(WHOLE).encode().replace(b'"a"', b'"\\ud800"')), "half a character"),
     "bytes that are no text": (file(json.dumps(WHOLE).encode().replace(b'"a"', b'"\xff"')), "can't decode"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPENED)

@@ -26,9 +26,17 @@ def test_names_are_the_strings_of_a_list() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, True), (-1.5, True), (True, False), (float("nan"), False), (float("inf"), False), ("1", False), (None, False),
-     (10**400, False)],
-)  # fmt: skip
+    [
+        (0, True),
+        (-1.5, True),
+        (True, False),
+        (float("nan"), False),
+        (float("inf"), False),
+        ("1", False),
+        (None, False),
+        (10**400, False),
+    ],
+)
 def test_a_number_is_finite_and_no_truth_value(value: object, expected: bool) -> None:
     assert is_number(value) is expected
 
@@ -54,7 +62,7 @@ REFUSED = {
     "two values": ("{} {}", "Extra data"),
     "nothing": ("", "Expecting value"),
     "bytes": (b'"\xff"', "can't decode"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

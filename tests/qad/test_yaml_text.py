@@ -38,7 +38,7 @@ REFUSED = {
     "a long text": ("a" * 300_000, "300,000 characters"),
     "no YAML": ("model: [", "expected the node content"),
     "a control character": ("a: \x1b[31m", "special characters are not allowed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -85,8 +85,13 @@ def test_a_seed_is_one_that_every_generator_takes(override: str, tmp_path: Path)
 
 def test_what_was_given_does_not_flood_the_message(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    for text in (f"model: m\ndtype: {'x' * 90_000}", f"{'k' * 90_000}: 1", f"model: {{a: {'[' * 200 + ']' * 200}}}",
-                 "model: m\ntrain: [" + "x, " * 30_000 + "x]", f"model: m\nquantize: {{format: {'9' * 90_000}.5}}"):  # fmt: skip
+    for text in (
+        f"model: m\ndtype: {'x' * 90_000}",
+        f"{'k' * 90_000}: 1",
+        f"model: {{a: {'[' * 200 + ']' * 200}}}",
+        "model: m\ntrain: [" + "x, " * 30_000 + "x]",
+        f"model: m\nquantize: {{format: {'9' * 90_000}.5}}",
+    ):
         recipe.write_text(text)
         with pytest.raises(UsageError) as caught:
             load_recipe(str(recipe))

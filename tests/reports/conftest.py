@@ -30,11 +30,16 @@ MODEL = "SmolLM2-135M-Instruct, dequantized from Q4_1"
 PROVENANCE = {
     "producer": {"name": "nvfp4-qad", "version": "0.1.0", "commit": "8d1f0c2b7e5a4c3d9b8a7f6e5d4c3b2a19081726", "dirty": True},
     "environment": {
-        "python": "3.11.7", "packages": {"torch": "2.13.0", "transformers": "5.24.0", "lm_eval": "0.4.13"},
-        "os": "Linux x86_64", "cpu": "Example 3 GHz avx2 avx512f", "cores": 2, "memory_bytes": 24 * 2**30, "gpus": [],
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "transformers": "5.24.0", "lm_eval": "0.4.13"},
+        "os": "Linux x86_64",
+        "cpu": "Example 3 GHz avx2 avx512f",
+        "cores": 2,
+        "memory_bytes": 24 * 2**30,
+        "gpus": [],
     },
     "argv": ["qad", "run", "recipe.yaml", "--out", "RUN"],
-}  # fmt: skip
+}
 RECIPE = """model: models/SmolLM2-135M-Instruct
 seed: 0
 quantize:
@@ -57,17 +62,22 @@ def make_record(arm: str, data: Data, **changes: Any) -> Record:
     if isinstance(data, MemoryData):
         engine = Engine("files", "", "", "", "safetensors headers", False)
     fields: dict[str, Any] = {
-        "arm": arm, "model": MODEL, "checkpoint": (arm * 32)[:64], "engine": engine, "settings": {"seed": 0},
-        "provenance": PROVENANCE, "created": "2026-01-15T10:20:30Z", "seconds": 61.5, "data": data,
-    }  # fmt: skip
+        "arm": arm,
+        "model": MODEL,
+        "checkpoint": (arm * 32)[:64],
+        "engine": engine,
+        "settings": {"seed": 0},
+        "provenance": PROVENANCE,
+        "created": "2026-01-15T10:20:30Z",
+        "seconds": 61.5,
+        "data": data,
+    }
     return Record(**{**fields, **changes})
 
 
 def make_accuracy(arm: str) -> AccuracyData:
     tasks = []
-    for number, (name, n, right, chance) in enumerate(
-        (("qad_agreement", 300, 0.82, 0.5), ("qad_facts", 306, 0.68, 0.25))
-    ):
+    for number, (name, n, right, chance) in enumerate((("qad_agreement", 300, 0.82, 0.5), ("qad_facts", 306, 0.68, 0.25))):
         rng = np.random.default_rng(number)
         cluster = np.arange(n) // 10
         margin = right - 0.5 + 0.15 * rng.standard_normal(n // 10 + 1)[cluster] + 0.35 * rng.standard_normal(n)
@@ -86,17 +96,11 @@ def make_fidelity(arm: str) -> FidelityData:
     _, kl, loss = LOSS[arm]
     sequences = []
     for i in range(24):
-        level, size, shift = (
-            2.9 + 0.25 * rng.standard_normal(),
-            math.exp(0.35 * rng.standard_normal()),
-            rng.standard_normal(),
-        )
+        level, size, shift = (2.9 + 0.25 * rng.standard_normal(), math.exp(0.35 * rng.standard_normal()), rng.standard_normal())
         size *= math.exp(0.12 * rng.standard_normal() * (arm == "qad"))
         nll = level + loss * size * (1 + 0.3 * shift) + (arm != "bf16") * 0.03 * rng.standard_normal()
         sequences.append(
-            FidelitySequence(
-                f"doc {i}", 255, 255 * kl * size, round(255 * (1 - 0.55 * kl * size)), 255 * level, 255 * nll
-            )
+            FidelitySequence(f"doc {i}", 255, 255 * kl * size, round(255 * (1 - 0.55 * kl * size)), 255 * level, 255 * nll)
         )
     return FidelityData(
         "python-docs", sequences, {"p50": 0.4 * kl, "p90": 2.4 * kl, "p99": 8 * kl, "p99_9": 17 * kl, "max": 31 * kl}
@@ -113,33 +117,34 @@ def make_memory(arm: str) -> MemoryData:
 
 def make_throughput(arm: str) -> ThroughputData:
     slow = {"bf16": 1.0, "ptq": 0.71, "qad": 0.70}[arm]
-    return ThroughputData([
-        ThroughputPoint("prefill", 1, 256, 16, [412.0 * slow, 398.5 * slow * (1.04 - slow / 25), 405.2 * slow]),
-        ThroughputPoint("decode", 1, 256, 16, [13.1 * slow, 12.7 * slow, 12.9 * slow * (0.9 + slow / 10)]),
-    ])  # fmt: skip
+    return ThroughputData(
+        [
+            ThroughputPoint("prefill", 1, 256, 16, [412.0 * slow, 398.5 * slow * (1.04 - slow / 25), 405.2 * slow]),
+            ThroughputPoint("decode", 1, 256, 16, [13.1 * slow, 12.7 * slow, 12.9 * slow * (0.9 + slow / 10)]),
+        ]
+    )
 
 
 def make_steps() -> list[dict[str, Any]]:
     rng = np.random.default_rng(11)
-    steps: list[dict[str, Any]] = [
-        {"step": 0, "tokens": 0, "kl": None, "lr": 1e-4, "tokens_per_s": None, "val_kl": 0.442}
-    ]
+    steps: list[dict[str, Any]] = [{"step": 0, "tokens": 0, "kl": None, "lr": 1e-4, "tokens_per_s": None, "val_kl": 0.442}]
     for step in range(1, 51):
         level = 0.19 + 0.25 * math.exp(-step / 11)
-        steps.append({
-            "step": step, "tokens": 1024 * step, "kl": level * math.exp(0.08 * rng.standard_normal()),
-            "lr": 1e-4 * min(1, step / 5), "tokens_per_s": 61.0,
-            "val_kl": level + 0.0004 * max(0, step - 40) if step % 10 == 0 else None,
-        })  # fmt: skip
+        steps.append(
+            {
+                "step": step,
+                "tokens": 1024 * step,
+                "kl": level * math.exp(0.08 * rng.standard_normal()),
+                "lr": 1e-4 * min(1, step / 5),
+                "tokens_per_s": 61.0,
+                "val_kl": level + 0.0004 * max(0, step - 40) if step % 10 == 0 else None,
+            }
+        )
     return steps
 
 
 def make_records(arms: tuple[str, ...] = ("bf16", "ptq", "qad")) -> list[Record]:
-    return [
-        make_record(arm, make(arm))
-        for arm in arms
-        for make in (make_accuracy, make_fidelity, make_memory, make_throughput)
-    ]
+    return [make_record(arm, make(arm)) for arm in arms for make in (make_accuracy, make_fidelity, make_memory, make_throughput)]
 
 
 def write_run(run: Path, records: list[Record]) -> None:
@@ -162,11 +167,19 @@ def write_samples(run: Path, records: list[Record], text: str = "Is {0} right?")
         if not isinstance(record.data, AccuracyData):
             continue
         rows = [
-            {"task": task.task, "filter": task.filter, "doc_hash": item.doc_hash, "prompt_hash": item.prompt_hash,
-             "repeat": 0, "prompt": text.format(item.doc_hash), "target": "yes",
-             "text": f"{text.format(record.arm)} {'yes' if item.score else 'no'}"}
-            for task in record.data.tasks for item in task.items
-        ]  # fmt: skip
+            {
+                "task": task.task,
+                "filter": task.filter,
+                "doc_hash": item.doc_hash,
+                "prompt_hash": item.prompt_hash,
+                "repeat": 0,
+                "prompt": text.format(item.doc_hash),
+                "target": "yes",
+                "text": f"{text.format(record.arm)} {'yes' if item.score else 'no'}",
+            }
+            for task in record.data.tasks
+            for item in task.items
+        ]
         path = run / "measure" / record.arm / "accuracy.samples.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -210,6 +223,4 @@ def drawn() -> None:
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(
-            "reports.figures.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>'
-        )
+        monkeypatch.setattr("reports.figures.drawing._svg", lambda prefix, *_args, **_kwargs: f'<svg id="{prefix}"></svg>')

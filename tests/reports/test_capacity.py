@@ -14,16 +14,25 @@ from reports.sections.origin import provenance
 
 ARMS = ["bf16", "ptq"]
 BF16 = EngineMemory(
-    weights_bytes=14_480_000_000, kv_cache_bytes=100 * 2**30, kv_cache_tokens=1_000_000, max_concurrency=30.5,
-    max_model_len=32_768, activation_bytes=2**30, process_bytes=125 * 10**9, process_method="NVML",
-)  # fmt: skip
+    weights_bytes=14_480_000_000,
+    kv_cache_bytes=100 * 2**30,
+    kv_cache_tokens=1_000_000,
+    max_concurrency=30.5,
+    max_model_len=32_768,
+    activation_bytes=2**30,
+    process_bytes=125 * 10**9,
+    process_method="NVML",
+)
 PTQ = dataclasses.replace(
     BF16, weights_bytes=4_500_000_000, kv_cache_tokens=1_090_000, activation_bytes=None, process_bytes=125 * 10**9
 )
 COST = CacheCost(
-    {"bf16": 131_072.0, "fp8": 65_536.0, "nvfp4": 36_864.0}, "bf16", 0, 0,
+    {"bf16": 131_072.0, "fp8": 65_536.0, "nvfp4": 36_864.0},
+    "bf16",
+    0,
+    0,
     [SequenceMemory(4096, 536_870_912, 15_016_870_912), SequenceMemory(131_072, 17_179_869_184, 231_659_869_184)],
-)  # fmt: skip
+)
 
 
 def served(records: list[Record], bf16: EngineMemory | None = BF16, ptq: EngineMemory | None = PTQ) -> list[Record]:
@@ -93,9 +102,7 @@ def test_an_engine_without_fp4_arithmetic_is_marked(
     emulated: bool, native: bool | None, tag: tuple[str, ...], records: list[Record]
 ) -> None:
     record = served(records)[1]
-    engine = dataclasses.replace(
-        record.engine, emulated=emulated, native_fp4=native, kernel_path="MarlinNvFp4LinearKernel"
-    )
+    engine = dataclasses.replace(record.engine, emulated=emulated, native_fp4=native, kernel_path="MarlinNvFp4LinearKernel")
     marked = dataclasses.replace(record, engine=engine)
     table = next(block for block in provenance([marked], [], Run([], "", {}, [])) if isinstance(block, Table))
     cell = table.groups[0].rows[0].cells[1]

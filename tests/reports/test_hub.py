@@ -22,8 +22,11 @@ def test_scores_and_recovery_are_read_by_the_hub_library(records: list[Record]) 
     assert read.model_name == "Tiny, NVFP4 (QAD)"
     results = read.eval_results or []
     assert [(r.dataset_type, r.metric_type) for r in results] == [
-        ("qad_agreement", "acc"), ("qad_agreement", "recovery"), ("qad_facts", "acc"), ("qad_facts", "recovery"),
-    ]  # fmt: skip
+        ("qad_agreement", "acc"),
+        ("qad_agreement", "recovery"),
+        ("qad_facts", "acc"),
+        ("qad_facts", "recovery"),
+    ]
     row = comparison.benchmarks[0]
     recovery = row.recovery["qad"]
     assert recovery is not None

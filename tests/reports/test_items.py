@@ -24,14 +24,12 @@ def accuracy(arm: str, scores: list[float], make: Callable[..., Record], **task:
 
 
 def test_worse_better_and_same(record_of: Make) -> None:
-    records = [accuracy(arm, scores, record_of) for arm, scores in
-               (("bf16", [1, 1, 0, 0]), ("ptq", [1, 0, 1, 0]))]  # fmt: skip
+    records = [accuracy(arm, scores, record_of) for arm, scores in (("bf16", [1, 1, 0, 0]), ("ptq", [1, 0, 1, 0]))]
     assert [pair.change for pair in items.pairs(records)] == ["same", "worse", "better", "same"]
 
 
 def test_where_lower_is_better_more_is_worse(record_of: Make) -> None:
-    records = [accuracy(arm, [score], record_of, higher_is_better=False) for arm, score in
-               (("bf16", 2.0), ("ptq", 3.0))]  # fmt: skip
+    records = [accuracy(arm, [score], record_of, higher_is_better=False) for arm, score in (("bf16", 2.0), ("ptq", 3.0))]
     assert [pair.change for pair in items.pairs(records)] == ["worse"]
 
 
@@ -110,8 +108,7 @@ def test_flips_add_up(records: list[Record]) -> None:
 
 
 def test_scores_between_right_and_wrong_have_no_right_and_wrong(record_of: Make) -> None:
-    records = [accuracy(arm, scores, record_of) for arm, scores in
-               (("bf16", [0.5, 0.2]), ("ptq", [0.5, 0.4]))]  # fmt: skip
+    records = [accuracy(arm, scores, record_of) for arm, scores in (("bf16", [0.5, 0.2]), ("ptq", [0.5, 0.4]))]
     table = items._flips("quiz", items.pairs(records))
     assert table.columns == ["", "Worse", "Equal", "Better", "n"]
     assert [cell.text for cell in table.groups[0].rows[0].cells] == ["0", "1", "1", "2 answers"]

@@ -54,9 +54,7 @@ def test_a_resumed_log_counts_each_step_once(run: Path) -> None:
 
 
 def test_numbers_that_are_none_are_unknown(run: Path) -> None:
-    (run / "metrics.jsonl").write_text(
-        '{"step": 1, "tokens": 5, "kl": NaN, "val_kl": "x", "lr": true}\n', encoding="utf-8"
-    )
+    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 5, "kl": NaN, "val_kl": "x", "lr": true}\n', encoding="utf-8")
     (step,) = load_run(run, load_records(run)).steps
     assert (step.kl, step.val_kl, step.lr) == (None, None, None)
 
@@ -66,10 +64,15 @@ def test_the_text_of_every_split_is_known_by_source(run: Path, records: list[Rec
     assert load_run(run, records).text == []
     facts = {
         "ptq": {"tokens": {"calibration": 96}, "text": {"calibration": {"sources": {"a.txt": 96}, "counted": 96}}},
-        "qad": {"tokens": {"train": 3000, "validation": 64},
-                "text": {"train": {"sources": {"a.txt": 750, "random tokens": 250}, "counted": 400},
-                         "validation": {"sources": {"a.txt": 64}, "counted": 64}, "odd": 3}},
-    }  # fmt: skip
+        "qad": {
+            "tokens": {"train": 3000, "validation": 64},
+            "text": {
+                "train": {"sources": {"a.txt": 750, "random tokens": 250}, "counted": 400},
+                "validation": {"sources": {"a.txt": 64}, "counted": 64},
+                "odd": 3,
+            },
+        },
+    }
     for arm, held in facts.items():
         (run / "arms" / arm / "arm.json").write_text(json.dumps(held), encoding="utf-8")
     (run / "arms" / "qat").mkdir()
@@ -87,5 +90,6 @@ def test_the_text_of_every_split_is_known_by_source(run: Path, records: list[Rec
     train = table.groups[1]
     assert train.title == "train: 1,000 tokens, 40.0 % of the positions in the loss, 3,000 over all epochs"
     assert [(row.label, *(cell.text for cell in row.cells)) for row in train.rows] == [
-        ("a.txt", "750", "75.0 %"), ("random tokens", "250", "25.0 %"),
-    ]  # fmt: skip
+        ("a.txt", "750", "75.0 %"),
+        ("random tokens", "250", "25.0 %"),
+    ]

@@ -15,16 +15,28 @@ from reports.render import render
 from reports.sections.missing import not_measured
 
 OF_EVERY_RUN_WITHOUT_AN_ENGINE = {
-    "Questions and answers of BF16", "Questions and answers of PTQ", "Questions and answers of QAD",
-    "Length, cut-offs and loops of answers", "Noise floor", "KV cache of BF16, per token and sequence",
-    "KV cache of PTQ, per token and sequence", "KV cache of QAD, per token and sequence", "Memory while serving",
-    "Latency and throughput of serving", "Parity of an engine on PTQ", "Parity of an engine on QAD",
-    "Text of calibration, train, validation and test", "Spread of QAD between training seeds",
-}  # fmt: skip
+    "Questions and answers of BF16",
+    "Questions and answers of PTQ",
+    "Questions and answers of QAD",
+    "Length, cut-offs and loops of answers",
+    "Noise floor",
+    "KV cache of BF16, per token and sequence",
+    "KV cache of PTQ, per token and sequence",
+    "KV cache of QAD, per token and sequence",
+    "Memory while serving",
+    "Latency and throughput of serving",
+    "Parity of an engine on PTQ",
+    "Parity of an engine on QAD",
+    "Text of calibration, train, validation and test",
+    "Spread of QAD between training seeds",
+}
 OF_A_PLAIN_FIDELITY_RECORD = (
-    "KL by position", "KL by the teacher's entropy", "KL by source of the text", "Error of the hidden states by layer",
+    "KL by position",
+    "KL by the teacher's entropy",
+    "KL by source of the text",
+    "Error of the hidden states by layer",
     "First divergence of greedy decoding, and perplexity of text the teacher wrote",
-)  # fmt: skip
+)
 
 
 def missing(run: Path, records: list[Record]) -> dict[str, str]:
@@ -82,9 +94,10 @@ def test_what_was_measured_is_not_listed(run: Path, records: list[Record], keep_
     assert "Error of the hidden states by layer of QAD" not in found
     assert "Error of the hidden states by layer of PTQ" in found
     assert {what for what in found if "while serving" in what} == {
-        "Memory of PTQ while serving", "Peak of the activations of BF16 while serving",
+        "Memory of PTQ while serving",
+        "Peak of the activations of BF16 while serving",
         "Peak of the activations of QAD while serving",
-    }  # fmt: skip
+    }
     assert not {"Noise floor", "Noise floor of BF16, accuracy", "Noise floor of PTQ, fidelity"} & set(found)
     assert "Noise floor of BF16, fidelity" in found
 
@@ -106,15 +119,16 @@ def test_controls_are_in_the_provenance_with_what_was_changed(run: Path, records
 def test_every_arm_is_listed_with_what_it_was_checked_with(run: Path, records: list[Record]) -> None:
     (run / "metrics-qat.jsonl").write_text('{"step": 0, "tokens": 0, "val_kl": 0.5, "val_cross_entropy": 2.5}\n')
     controls = [control_of(r) for r in records if (r.arm, r.kind) == ("ptq", "accuracy")]
-    trained = [
-        dataclasses.replace(r, arm="qat", checkpoint="q" * 64) for r in records if (r.arm, r.kind) == ("qad", "memory")
-    ]
+    trained = [dataclasses.replace(r, arm="qat", checkpoint="q" * 64) for r in records if (r.arm, r.kind) == ("qad", "memory")]
     md, _ = rendered(run, [*records, *controls, *trained])
     section = md.partition("## What each arm was checked with")[2].partition("\n## ")[0]
     rows = {line.split(" | ")[0]: line for line in section.splitlines() if line.startswith("| ")}
     assert list(rows) == ["| ", "| ---", "| BF16", "| PTQ", "| QAT", "| QAD"] or list(rows)[-4:] == [
-        "| BF16", "| PTQ", "| QAT", "| QAD",
-    ]  # fmt: skip
+        "| BF16",
+        "| PTQ",
+        "| QAT",
+        "| QAD",
+    ]
     assert "not trained" in rows["| BF16"]
     assert "step 0 of QAD and QAT" in rows["| PTQ"]
     assert "accuracy (batch\\_size 7, attention eager)" in rows["| PTQ"]

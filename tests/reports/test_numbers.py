@@ -6,15 +6,7 @@ from __future__ import annotations
 import pytest
 
 from harness.records.comparison import Estimate
-from reports.numbers import (
-    gigabytes,
-    gigabytes_in_column,
-    interval,
-    percent,
-    percent_interval,
-    plural,
-    significant,
-)
+from reports.numbers import gigabytes, gigabytes_in_column, interval, percent, percent_interval, plural, significant
 
 
 def estimate(value: float, low: float | None, high: float | None) -> Estimate:
@@ -38,13 +30,15 @@ def test_gigabytes_and_gibibytes(count: int, gb: str, gib: str) -> None:
 
 def test_a_column_has_one_number_of_decimals() -> None:
     assert [gigabytes_in_column(n, 16_060_000_000) for n in (16_060_000_000, 524_000_000, 1_680, 0)] == [
-        "16.06", "0.52", "< 0.01", "0",
-    ]  # fmt: skip
+        "16.06",
+        "0.52",
+        "< 0.01",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.98941, "98.9 %"), (1.004, "100.4 %"), (0.0, "0.0 %"), (-0.021, "−2.1 %"), (0.99999, "100.0 %")],
+    ("value", "text"), [(0.98941, "98.9 %"), (1.004, "100.4 %"), (0.0, "0.0 %"), (-0.021, "−2.1 %"), (0.99999, "100.0 %")]
 )
 def test_percent(value: float, text: str) -> None:
     assert percent(value) == text
@@ -53,10 +47,16 @@ def test_percent(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.18934, "0.189"), (18.204, "18.2"), (1234.5, "1,234"), (0.000031, "3.10e−05"), (0.0, "0"), (-0.5, "−0.500"),
-        (99.97, "100.0"), (2.5e9, "2.50e+09"),
+        (0.18934, "0.189"),
+        (18.204, "18.2"),
+        (1234.5, "1,234"),
+        (0.000031, "3.10e−05"),
+        (0.0, "0"),
+        (-0.5, "−0.500"),
+        (99.97, "100.0"),
+        (2.5e9, "2.50e+09"),
     ],
-)  # fmt: skip
+)
 def test_significant(value: float, text: str) -> None:
     assert significant(value) == text
 

@@ -17,19 +17,22 @@ from harness.records.record import Engine, ParityData, ParityLayer, ParityPrompt
 from reports.render import render
 from reports.sections.engine_parity import parity, parity_of
 
-PROMPTS = [
-    ParityPrompt(5, 16, 2e-4, 16, 1e-6, None, 1e-5),
-    ParityPrompt(11, 10, 3e-2, 8, 4e-3, 2e-3, 6e-5),
-]
+PROMPTS = [ParityPrompt(5, 16, 2e-4, 16, 1e-6, None, 1e-5), ParityPrompt(11, 10, 3e-2, 8, 4e-3, 2e-3, 6e-5)]
 LAYERS = [ParityLayer("model.layers.0.mlp.up_proj", 3e-4), ParityLayer("model.layers.1.mlp.up_proj", 7e-4)]
 VLLM = Engine("vllm", "0.32.0", "float32", "cpu", "qad_nvfp4 linear", emulated=True, native_fp4=False)
 
 
 def data(**changes: Any) -> ParityData:
     fields: dict[str, Any] = {
-        "prompts": PROMPTS, "layers": LAYERS, "tolerance": 1e-3, "layer_tolerance": 1e-3, "floor_factor": 3.0,
-        "reference": "transformers 5.24.0, torch 2.13.0", "engine_log": ["Using qad_nvfp4"], "failures": [],
-    }  # fmt: skip
+        "prompts": PROMPTS,
+        "layers": LAYERS,
+        "tolerance": 1e-3,
+        "layer_tolerance": 1e-3,
+        "floor_factor": 3.0,
+        "reference": "transformers 5.24.0, torch 2.13.0",
+        "engine_log": ["Using qad_nvfp4"],
+        "failures": [],
+    }
     return ParityData(**{**fields, **changes})
 
 
@@ -53,8 +56,13 @@ def test_the_page_and_the_tables_have_it(run: Path, records: list[Record], held:
     paths = {path.name: path for path in render(run, compare(every), every)}
     md = paths["report.md"].read_text(encoding="utf-8")
     row = next(line for line in md.splitlines() if line.startswith("| QAD | holds"))
-    for part in ("vllm 0.32.0 float32", "qad\\_nvfp4 linear, on cpu, modelopt layout, not compiled", "0.0300", "24 of 26",
-                 "model.layers.1.mlp.up\\_proj, of 2 Linears"):  # fmt: skip
+    for part in (
+        "vllm 0.32.0 float32",
+        "qad\\_nvfp4 linear, on cpu, modelopt layout, not compiled",
+        "0.0300",
+        "24 of 26",
+        "model.layers.1.mlp.up\\_proj, of 2 Linears",
+    ):
         assert part in row
     raw = json.loads(paths["report.json"].read_text(encoding="utf-8"))
     assert raw["parity"]["qad"]["holds"] is True
@@ -63,9 +71,11 @@ def test_the_page_and_the_tables_have_it(run: Path, records: list[Record], held:
     assert {what["what"] for what in raw["not_measured"] if "Parity" in what["what"]} == {"Parity of an engine on PTQ"}
     table = pyarrow.parquet.read_table(io.BytesIO(paths["parity.parquet"].read_bytes())).to_pylist()
     assert [(row["prompt"], row["module"], row["max_difference"], row["verdict"]) for row in table] == [
-        (0, "", 2e-4, "holds"), (1, "", 3e-2, "holds"), (None, LAYERS[0].module, 3e-4, "holds"),
+        (0, "", 2e-4, "holds"),
+        (1, "", 3e-2, "holds"),
+        (None, LAYERS[0].module, 3e-4, "holds"),
         (None, LAYERS[1].module, 7e-4, "holds"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_failure_says_why_and_what_is_no_number_is_called_so(held: Record) -> None:

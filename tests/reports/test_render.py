@@ -24,13 +24,21 @@ from reports.figures.charts import noise_bands
 from reports.render import render
 from reports.sections.tables import summary, summary_text
 
-HOSTILE = (
-    '<script>alert(1)</script> "\'>&amp; $x^2$ \u202egnp\u202c \x00\x07\ud800 | `a` ]]> --> id="q" #010101 *b* _c_ '
-)
+HOSTILE = '<script>alert(1)</script> "\'>&amp; $x^2$ \u202egnp\u202c \x00\x07\ud800 | `a` ]]> --> id="q" #010101 *b* _c_ '
 SECTIONS = [
-    "summary", "benchmarks", "fidelity", "training", "memory", "speed", "parity", "checked", "missing", "recipe", "method",
+    "summary",
+    "benchmarks",
+    "fidelity",
+    "training",
+    "memory",
+    "speed",
+    "parity",
+    "checked",
+    "missing",
+    "recipe",
+    "method",
     "provenance",
-]  # fmt: skip
+]
 
 
 class Page(HTMLParser):
@@ -90,9 +98,7 @@ def test_two_renders_give_the_same_bytes(run: Path, records: list[Record]) -> No
     first = [path.read_bytes() for path in paths]
     again = render(run, compare(records[::-1]), records[::-1])
     assert [path.read_bytes() for path in again] == first
-    assert sorted(path.name for path in (run / "report").iterdir()) == [
-        "report.html", "report.json", "report.md", "tables",
-    ]  # fmt: skip
+    assert sorted(path.name for path in (run / "report").iterdir()) == ["report.html", "report.json", "report.md", "tables"]
     assert not list(run.rglob("*.partial"))
 
 
@@ -111,11 +117,24 @@ def test_reports_import_records_and_comparison_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "harness", "harness.records", "harness.records.comparison", "harness.records.fidelity", "harness.records.parity",
-        "harness.records.rebuild", "harness.records.record", "harness.records.serving", "harness.records.verdict",
-        "harness.serving", "harness.serving.pareto", "harness.serving.statistics",
-        "qad", "qad.errors", "qad.place", "qad.untrusted", "qad.untrusted.yaml_text",
-    ]  # fmt: skip
+        "harness",
+        "harness.records",
+        "harness.records.comparison",
+        "harness.records.fidelity",
+        "harness.records.parity",
+        "harness.records.rebuild",
+        "harness.records.record",
+        "harness.records.serving",
+        "harness.records.verdict",
+        "harness.serving",
+        "harness.serving.pareto",
+        "harness.serving.statistics",
+        "qad",
+        "qad.errors",
+        "qad.place",
+        "qad.untrusted",
+        "qad.untrusted.yaml_text",
+    ]
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -156,9 +175,7 @@ def test_the_verdict_comes_first_with_its_reason(run: Path, records: list[Record
     assert "INCONCLUSIVE for QAD by policy drop-1pct" in text
     assert f"Why. M{verdict['reason'][1:]}." in text
     assert f"Next. U{verdict['next_action'][1:]}." in text
-    assert (
-        "on both sides of the limit of at least 99.0 %; given these measurements it holds with a probability of" in text
-    )
+    assert "on both sides of the limit of at least 99.0 %; given these measurements it holds with a probability of" in text
     assert verdict["next_action"].startswith("undecided: measure ")
     assert md.index("**INCONCLUSIVE for QAD by policy drop-1pct**") < md.index("QAD closes") < md.index("## Summary")
     assert "Policy drop-1pct, held against QAD" in text
@@ -180,9 +197,7 @@ def test_outcome_sentences(run: Path, records: list[Record]) -> None:
     assert gap.low is not None
     assert gap.high is not None
     assert ratio is not None
-    assert (
-        f"QAD closes {100 * gap.value:.1f} % ({100 * gap.low:.1f}–{100 * gap.high:.1f}) of the perplexity gap" in text
-    )
+    assert f"QAD closes {100 * gap.value:.1f} % ({100 * gap.low:.1f}–{100 * gap.high:.1f}) of the perplexity gap" in text
     assert f"lowers the KL divergence to the BF16 teacher to {100 * ratio.value:.1f} %" in text
     assert "Median recovery of BF16's score over 2 benchmarks: QAD 100.0 % (97.1–103.0), worst qad_facts 99.5 %" in text
     assert "So few benchmarks say little about others." in text
@@ -225,9 +240,14 @@ def test_the_best_validation_and_the_start_are_marked(run: Path, records: list[R
 def test_provenance(run: Path, records: list[Record]) -> None:
     text = Page(rendered(run, records)[0]).text
     for part in (
-        "8d1f0c2b7e5a4c3d9b8a7f6e5d4c3b2a19081726 with uncommitted changes", "torch 2.13.0", "Example 3 GHz", "arms/qad",
-        "qad" * 21 + "q", "exclude: [lm_head]", "2026-01-15",
-    ):  # fmt: skip
+        "8d1f0c2b7e5a4c3d9b8a7f6e5d4c3b2a19081726 with uncommitted changes",
+        "torch 2.13.0",
+        "Example 3 GHz",
+        "arms/qad",
+        "qad" * 21 + "q",
+        "exclude: [lm_head]",
+        "2026-01-15",
+    ):
         assert part in text
 
 
@@ -280,10 +300,7 @@ def test_native_numbers_are_not(run: Path, records: list[Record]) -> None:
 def test_missing_records_are_shown_as_not_measured(run: Path, records: list[Record]) -> None:
     kept = [r for r in records if (r.arm, r.kind) not in {("qad", "fidelity"), ("ptq", "memory"), ("qad", "accuracy")}]
     html, md, _ = rendered(run, kept)
-    assert (
-        "| KL divergence (nats per token) | 0 nats (the teacher itself) | 0.386 nats (0.337–0.430) | not measured |"
-        in md
-    )
+    assert "| KL divergence (nats per token) | 0 nats (the teacher itself) | 0.386 nats (0.337–0.430) | not measured |" in md
     assert "| On disk (weight files) | 0.269 GB (0.251 GiB) | not measured | 0.116 GB" in md
     assert "- **Fidelity of qad**: not measured: there is no record" in md
     assert "QAD closes" not in html
@@ -296,8 +313,12 @@ def test_a_run_with_little_in_it(tmp_path: Path, records: list[Record], kept: li
     html, md, raw = rendered(tmp_path, some)
     assert "was not measured; see" in html
     assert "The run folder holds no recipe." in md
-    absent = {f"{kind} of {arm}".capitalize() for kind in ("accuracy", "fidelity", "memory", "throughput") if kind not in kept
-              for arm in ("bf16", "ptq", "qad")}  # fmt: skip
+    absent = {
+        f"{kind} of {arm}".capitalize()
+        for kind in ("accuracy", "fidelity", "memory", "throughput")
+        if kind not in kept
+        for arm in ("bf16", "ptq", "qad")
+    }
     listed = {entry["what"] for entry in raw["not_measured"]}
     assert listed >= {*absent, "Training curve", "Recipe", "Noise floor", "Memory while serving", "Stages of the run"}
 
@@ -309,8 +330,7 @@ def test_gap_closed_is_not_available_without_a_gap(run: Path, records: list[Reco
         if record.arm != "ptq" or not isinstance(record.data, FidelityData):
             return record
         sequences = [
-            dataclasses.replace(s, nll_student_sum=s.nll_teacher_sum + (-1) ** i * 9)
-            for i, s in enumerate(record.data.sequences)
+            dataclasses.replace(s, nll_student_sum=s.nll_teacher_sum + (-1) ** i * 9) for i, s in enumerate(record.data.sequences)
         ]
         return dataclasses.replace(record, data=dataclasses.replace(record.data, sequences=sequences))
 
@@ -325,8 +345,7 @@ def test_a_collapsed_benchmark_turns_the_page_red(run: Path, records: list[Recor
 
     def collapse(task: Any) -> Any:
         return dataclasses.replace(
-            task,
-            items=[dataclasses.replace(item, score=item.score * (i % 3 == 0)) for i, item in enumerate(task.items)],
+            task, items=[dataclasses.replace(item, score=item.score * (i % 3 == 0)) for i, item in enumerate(task.items)]
         )
 
     changed = [only_accuracy(r, collapse) if r.arm == "qad" else r for r in records]
@@ -433,13 +452,20 @@ def hostile(record: Record) -> Record:
         data = dataclasses.replace(data, bytes_by_class={**data.bytes_by_class, HOSTILE: 0})
     engine = dataclasses.replace(record.engine, name=HOSTILE, device=HOSTILE * 100, kernel_path=HOSTILE * 100)
     provenance = {
-        "producer": {"name": HOSTILE, "commit": HOSTILE * 99}, "argv": [HOSTILE] * 99,
+        "producer": {"name": HOSTILE, "commit": HOSTILE * 99},
+        "argv": [HOSTILE] * 99,
         "environment": {"cpu": HOSTILE, "packages": {HOSTILE: HOSTILE}, "gpus": [HOSTILE]},
-    }  # fmt: skip
+    }
     return dataclasses.replace(
-        record, arm=record.arm if record.arm in ("bf16", "ptq") else HOSTILE, model=HOSTILE * 200, data=data, engine=engine,
-        provenance=provenance, created=HOSTILE, checkpoint=HOSTILE + record.arm,
-    )  # fmt: skip
+        record,
+        arm=record.arm if record.arm in ("bf16", "ptq") else HOSTILE,
+        model=HOSTILE * 200,
+        data=data,
+        engine=engine,
+        provenance=provenance,
+        created=HOSTILE,
+        checkpoint=HOSTILE + record.arm,
+    )
 
 
 @pytest.mark.usefixtures("drawn")

@@ -41,9 +41,22 @@ def test_estimates_keep_every_digit(run: Path, records: list[Record]) -> None:
     found = comparison.fidelity["qad"].kl
     assert (kl["value"], kl["low"], kl["high"]) == (found.value, found.low, found.high)
     assert {row["quantity"] for row in rows} == {
-        "score", "recovery", "recovery_above_chance", "median_recovery", "worst_recovery", "median_gain", "difference",
-        "kl", "top1", "perplexity", "perplexity_ratio", "kl_ratio", "perplexity_gap_closed", "speed_ratio", "size_ratio",
-    }  # fmt: skip
+        "score",
+        "recovery",
+        "recovery_above_chance",
+        "median_recovery",
+        "worst_recovery",
+        "median_gain",
+        "difference",
+        "kl",
+        "top1",
+        "perplexity",
+        "perplexity_ratio",
+        "kl_ratio",
+        "perplexity_gap_closed",
+        "speed_ratio",
+        "size_ratio",
+    }
 
 
 def test_a_run_without_measurements_has_empty_tables(tmp_path: Path) -> None:

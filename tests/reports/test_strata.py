@@ -33,12 +33,17 @@ def parted(records: list[Record]) -> Comparison:
             by_entropy={"0.01-0.5 nats": estimate(kl), "0.5-2 nats": estimate(2 * kl)},
             by_domain={"<b>wiki": estimate(kl), "code": estimate(kl / 2)},
             by_layer={"layers.0": 0.01, "layers.1": 0.02},
-            equal_tokens=estimate(17.0), diverged=estimate(0.5), written_ratio=estimate(1.2),
-        )  # fmt: skip
+            equal_tokens=estimate(17.0),
+            diverged=estimate(0.5),
+            written_ratio=estimate(1.2),
+        )
     row = OutputRow(
-        "quiz", {"bf16": estimate(310.0)}, {"qad": None}, *({arm: estimate(0.1) for arm in ("bf16", "qad")},) * 3,
+        "quiz",
+        {"bf16": estimate(310.0)},
+        {"qad": None},
+        *({arm: estimate(0.1) for arm in ("bf16", "qad")},) * 3,
         {"bf16": estimate(420.0), "qad": None},
-    )  # fmt: skip
+    )
     return dataclasses.replace(comparison, fidelity=fidelity, outputs=[row])
 
 

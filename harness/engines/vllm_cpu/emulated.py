@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
-EMULATED = (
-    "NVFP4 is emulated on this CPU (FP8 as well): its values, not its speed or memory. Weights are decoded once, to %s."
-)
+EMULATED = "NVFP4 is emulated on this CPU (FP8 as well): its values, not its speed or memory. Weights are decoded once, to %s."
 LOGGER = logging.getLogger("vllm.qad_nvfp4")  # below vLLM's own, whose handlers print it
 
 

@@ -49,11 +49,23 @@ class _CpuExperts(mk.FusedMoEExpertsModular):
         return w13[e], w2[e]
 
     def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        activation: Any, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
-        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """hidden_states [t, H], topk_ids and topk_weights [t, k] -> the weighted sum, written into output [t, H]."""
         experts_tk = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         x_tH = self.first_input(hidden_states)
@@ -119,9 +131,16 @@ class _CpuExperts(mk.FusedMoEExpertsModular):
         return True
 
     def workspace_shapes(
-        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
-        expert_tokens_meta: Any, activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
@@ -194,9 +213,7 @@ def scaled_fp8_quant(input: Tensor, scale: Tensor, *unused: Any, **options: Any)
     """vLLM's function of that name for one static scale, [M, N] -> E4M3 [M, N]. Its CPU build has the operator's name alone,
     and the FP8 methods of experts call it when they join the two halves of w13: halves of one scale keep their bytes."""
     if scale is None or scale.numel() != 1 or any(options.values()) or any(one is not None for one in unused):
-        raise ValueError(
-            "the CPU plugin takes FP8 experts with one static scale a tensor only: export them so (format FP8)"
-        )
+        raise ValueError("the CPU plugin takes FP8 experts with one static scale a tensor only: export them so (format FP8)")
     values = input.float() * (1.0 / scale.reshape(()))
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 

@@ -25,8 +25,9 @@ def register() -> None:
     if not supported(_version()):
         LOGGER.warning(
             "NVFP4 on CPUs is tested with vLLM %s and this is %s: not registered, NVFP4 checkpoints will be refused",
-            ", ".join(f"{series}.x" for series in SUPPORTED), _version(),
-        )  # fmt: skip
+            ", ".join(f"{series}.x" for series in SUPPORTED),
+            _version(),
+        )
         return
     _register_linear()
     _register_experts()

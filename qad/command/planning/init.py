@@ -67,9 +67,7 @@ def starter_recipe(model: str, data: Path, gpu: str | None = None, gpus: int = 1
     return _commented(recipe, notes)
 
 
-def _recipe(
-    model: str, source: Checkpoint, text: _Text, gpu: str | None, gpus: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _recipe(model: str, source: Checkpoint, text: _Text, gpu: str | None, gpus: int) -> tuple[dict[str, Any], dict[str, str]]:
     parameters = sum(math.prod(info.shape) for info in source.tensors.values())
     on_gpu = gpu is not None or torch.cuda.is_available()
     seq_len = _seq_len(text.length, _positions(source), on_gpu)
@@ -100,9 +98,11 @@ def _recipe(
         "calibrate": {"data": text.data, "samples": samples, "seq_len": seq_len},
         "train": train,
         "export": {"layout": "modelopt"},
-        "measure": {"fidelity": {"data": text.data, "tokens": text.of("test", 65536, seq_len), "seq_len": seq_len},
-                    "accuracy": {"suite": "smoke"}},
-    }  # fmt: skip
+        "measure": {
+            "fidelity": {"data": text.data, "tokens": text.of("test", 65536, seq_len), "seq_len": seq_len},
+            "accuracy": {"suite": "smoke"},
+        },
+    }
     fits = 20 * parameters if not savers else 14 * parameters
     notes = {
         "model": f"{source.display_name}, {parameters / 1e9:.3g} billion parameters",
@@ -149,9 +149,7 @@ def _field(path: Path) -> str:
     field = next((name for name in _FIELDS if name in row), None)
     if field is None:
         there = ", ".join(map(str, row)) or "nothing"
-        raise DataError(
-            f"{path}: its rows have {there}, none of {', '.join(_FIELDS)}: name the field in a recipe of your own"
-        )
+        raise DataError(f"{path}: its rows have {there}, none of {', '.join(_FIELDS)}: name the field in a recipe of your own")
     return field
 
 

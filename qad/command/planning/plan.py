@@ -91,9 +91,7 @@ def _disk(job: Job) -> Iterator[str]:
     checkpoint = quantized + 2 * rest
     total = sum(parameters.values())
     smaller = f"{2 * total / checkpoint:.2f}x smaller than {_gigabytes(2 * total)} in BF16"
-    trained = (
-        f", trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
-    )
+    trained = f", trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
     yield f"disk   checkpoint {_gigabytes(checkpoint)} ({smaller}){trained if job.recipe.train else ''}"
 
 

@@ -26,9 +26,7 @@ from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
 
 WIDTH = {"float32": 4, "bfloat16": 2, "auto": 2}
-CHUNK_TENSORS = (
-    5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
-)
+CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
 USABLE = 0.92  # share of a GPU's memory; the rest is the allocator's, the driver's and the communication's
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -83,9 +81,7 @@ class Shape:
         groups = {name: group for group in (selection.groups if selection else ()) for name in group}
         layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
         if not layers:
-            raise SourceError(
-                f"{type(model).__name__} has no layers that transformers can checkpoint: no plan of its scale"
-            )
+            raise SourceError(f"{type(model).__name__} has no layers that transformers can checkpoint: no plan of its scale")
         kept = [_kept(name, layer, {**alone, **groups}, config) for name, layer in layers.items()]
         sizes = [_elements(layer) for layer in layers.values()]
         head = model.get_output_embeddings().weight
@@ -250,8 +246,10 @@ def _fitting(shape: Shape, train: Train, dtype: str, room: float, teacher: Shape
 def _lighter(shape: Shape, train: Train, dtype: str, room: float, teacher: Shape | None) -> str:
     """The first settings under which one GPU suffices."""
     steps: list[tuple[str, str, Any]] = [
-        ("activation_checkpointing", "true", True), ("micro_batch_size", "1", 1), ("optimizer", "adamw8bit", "adamw8bit"),
-    ]  # fmt: skip
+        ("activation_checkpointing", "true", True),
+        ("micro_batch_size", "1", 1),
+        ("optimizer", "adamw8bit", "adamw8bit"),
+    ]
     said: list[str] = []
     for key, words, value in steps:
         if getattr(train, key) != value:

@@ -36,8 +36,14 @@ def environment(device: str) -> dict[str, Any]:
     except ImportError:
         version = None
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    return {"device": device, "name": name, "python": platform.python_version(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "triton": version}  # fmt: skip
+    return {
+        "device": device,
+        "name": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": version,
+    }
 
 
 def bits(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bool]:
@@ -58,9 +64,7 @@ def bits(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], boo
 def speed_table(rows: list[Speed]) -> list[str]:
     lines = [f"{'operation':<40}{'dtype':<10}{'ms':>10}{'GB/s':>10}{'of a copy':>12}"]
     for r in rows:
-        lines.append(
-            f"{r.operation:<40}{r.dtype:<10}{r.milliseconds:>10.3f}{r.gigabytes_per_s:>10.2f}{r.of_copy:>11.2f}x"
-        )
+        lines.append(f"{r.operation:<40}{r.dtype:<10}{r.milliseconds:>10.3f}{r.gigabytes_per_s:>10.2f}{r.of_copy:>11.2f}x")
     return lines
 
 
@@ -70,9 +74,7 @@ def train(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bo
     if not compile_too:
         os.environ["QAD_COMPILE"] = "0"
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        found = measure_training(
-            GPU if device == "cuda" else CPU, Path(folder), device, lambda line: print(line, flush=True)
-        )
+        found = measure_training(GPU if device == "cuda" else CPU, Path(folder), device, lambda line: print(line, flush=True))
     step, same = found["step"], found["exported_and_reloaded_equal"]
     lines = [
         f"original: Llama of {found['parameters'] / 1e6:.1f} M parameters, cross-entropy {found['teacher_cross_entropy']:.3f}, "
@@ -116,10 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         aside = args.out / f"gpu_check-{name}.json.partial"
         aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         aside.replace(aside.with_suffix(""))
-        print(
-            "\n".join([*lines, f"{name}: {'every bit the same' if same else 'BITS DIFFER'}, {seconds:.0f} s", ""]),
-            flush=True,
-        )
+        print("\n".join([*lines, f"{name}: {'every bit the same' if same else 'BITS DIFFER'}, {seconds:.0f} s", ""]), flush=True)
         right = right and same
     return 0 if right else 1
 

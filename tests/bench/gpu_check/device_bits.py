@@ -64,10 +64,7 @@ def cases(rows: int, columns: int, seed: int = 0) -> Iterator[tuple[str, Tensor]
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     every = every[torch.isfinite(every)]
     yield "every BF16 number", every[: len(every) // 16 * 16].view(-1, 16)
-    yield (
-        "every BF16 number, shuffled",
-        every[torch.randperm(len(every), generator=g)][: len(every) // 16 * 16].view(-1, 16),
-    )
+    yield ("every BF16 number, shuffled", every[torch.randperm(len(every), generator=g)][: len(every) // 16 * 16].view(-1, 16))
     for name, value in (("nan", torch.nan), ("inf", torch.inf), ("-inf", -torch.inf)):
         damaged = normal.clone()
         damaged[rows // 3, columns // 2] = value
@@ -147,27 +144,18 @@ def _fake_quantize_frozen(w: Tensor, given: Given) -> Results:
 
 
 def _activation(x: Tensor, given: Given) -> Results:
-    scales = {
-        "calibrated": given.global_scale,
-        "saturating": given.global_scale / 50,
-        "coarse": given.global_scale * 1e4,
-    }
+    scales = {"calibrated": given.global_scale, "saturating": given.global_scale / 50, "coarse": given.global_scale * 1e4}
     fixed = {f"input scale {value:g}": torch.full_like(given.global_scale, value) for value in (1e-30, 1e-3, 1.0)}
     return {name: nvfp4.fake_quantize_activation(x, scale) for name, scale in {**scales, **fixed}.items()}
 
 
 def _saturation(w: Tensor, given: Given) -> Results:
-    return {
-        "inputs": nvfp4.saturated_blocks(w, given.global_scale),
-        "weights": nvfp4.saturated_weight_blocks(w, given.frozen),
-    }
+    return {"inputs": nvfp4.saturated_blocks(w, given.global_scale), "weights": nvfp4.saturated_weight_blocks(w, given.frozen)}
 
 
 def _gradient(w: Tensor, given: Given) -> Results:
     leaf = w.clone().requires_grad_()
-    (
-        nvfp4.fake_quantize(leaf, given.global_scale) + nvfp4.fake_quantize_activation(leaf, given.global_scale)
-    ).sum().backward()
+    (nvfp4.fake_quantize(leaf, given.global_scale) + nvfp4.fake_quantize_activation(leaf, given.global_scale)).sum().backward()
     assert leaf.grad is not None
     return {"": leaf.grad}
 
@@ -175,9 +163,7 @@ def _gradient(w: Tensor, given: Given) -> Results:
 def _search(strategy: str) -> Operation:
     def search(w: Tensor, given: Given) -> Results:
         found = search_scales({"a": w[: len(w) // 2 + 1], "b": w[len(w) // 2 :]}, strategy)
-        return {
-            f"{n} {field}": getattr(s, field) for n, s in found.items() for field in ("block_scale", "global_scale")
-        }
+        return {f"{n} {field}": getattr(s, field) for n, s in found.items() for field in ("block_scale", "global_scale")}
 
     return search
 

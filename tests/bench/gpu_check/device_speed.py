@@ -56,12 +56,14 @@ def measure_speed(device: str, side: int, compile_too: bool, repeats: int = 20) 
         operations: list[tuple[str, int, Callable[[], object]]] = [
             ("copy", 2 * size, lambda w=weight: w.clone()),  # type: ignore[misc]
             ("fake_quantize", 2 * size, lambda w=weight, s=scale: nvfp4.fake_quantize(w, s)),  # type: ignore[misc]
-            ("fake_quantize, frozen scales", 2 * size + weight.numel() // 16,
-             lambda w=weight, s=scale, b=q.block_scale: nvfp4.fake_quantize(w, s, b)),  # type: ignore[misc]
-            ("fake_quantize_activation", 2 * size,
-             lambda w=weight, s=scale: nvfp4.fake_quantize_activation(w, s)),  # type: ignore[misc]
+            (
+                "fake_quantize, frozen scales",
+                2 * size + weight.numel() // 16,
+                lambda w=weight, s=scale, b=q.block_scale: nvfp4.fake_quantize(w, s, b),
+            ),  # type: ignore[misc]
+            ("fake_quantize_activation", 2 * size, lambda w=weight, s=scale: nvfp4.fake_quantize_activation(w, s)),  # type: ignore[misc]
             ("quantize", size + packed, lambda w=weight, s=scale: nvfp4.quantize(w, s)),  # type: ignore[misc]
-        ]  # fmt: skip
+        ]
         name, copy_ms = str(dtype).removeprefix("torch."), 0.0
         for mode in (False, True) if compile_too else (False,):
             for operation, bytes_moved, work in operations:

@@ -44,9 +44,7 @@ class Plan:
     files: int
 
 
-GPU = Plan(
-    Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, (3e-5, 1e-4, 3e-4), Size(4096, 2048, 12, 16, 6144), 10**6
-)
+GPU = Plan(Size(4096, 384, 8, 6, 1024), 400, 64, 300, 16, 256, (3e-5, 1e-4, 3e-4), Size(4096, 2048, 12, 16, 6144), 10**6)
 CPU = Plan(Size(512, 64, 2, 4, 128), 60, 8, 12, 4, 32, (2e-5,), Size(512, 96, 1, 4, 192), 12)
 
 
@@ -58,23 +56,33 @@ def measure_training(plan: Plan, folder: Path, device: str, say: Callable[[str],
     text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     original = folder / "original"
     original.mkdir()
-    loss = train_teacher(original, texts, plan.size, plan.teacher_steps, plan.teacher_batch, plan.seq_len,
-                         1e-3 if device == "cuda" else 4e-3, device=device, say=say)  # fmt: skip
+    loss = train_teacher(
+        original,
+        texts,
+        plan.size,
+        plan.teacher_steps,
+        plan.teacher_batch,
+        plan.seq_len,
+        1e-3 if device == "cuda" else 4e-3,
+        device=device,
+        say=say,
+    )
     trained_s = time.monotonic() - started
     job, ptq = _job(plan, original, text), folder / "ptq"
     ptq_arm(job, ptq)
-    distilled = {
-        rate: _distil(_job(plan, original, text, lr=rate), ptq, folder / f"qad-{rate:g}") for rate in plan.rates
-    }
+    distilled = {rate: _distil(_job(plan, original, text, lr=rate), ptq, folder / f"qad-{rate:g}") for rate in plan.rates}
     best = min(distilled, key=lambda rate: distilled[rate]["kl_qad"])
     return {
         "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
-        "dtype": job.dtype, "teacher_cross_entropy": loss, "teacher_seconds": trained_s,
-        "steps": job.recipe.train.steps, "tokens": job.recipe.train.tokens_used,
+        "dtype": job.dtype,
+        "teacher_cross_entropy": loss,
+        "teacher_seconds": trained_s,
+        "steps": job.recipe.train.steps,
+        "tokens": job.recipe.train.tokens_used,
         "qad": [{"rate": rate, **facts} for rate, facts in distilled.items()],
         "exported_and_reloaded_equal": _exported_equal(job, folder / f"qad-{best:g}", folder / "export"),
         "step": _step_cost(plan, folder),
-    }  # fmt: skip
+    }
 
 
 def _distil(job: Job, ptq: Path, out: Path) -> dict[str, Any]:
@@ -86,21 +94,39 @@ def _distil(job: Job, ptq: Path, out: Path) -> dict[str, Any]:
     found = open_arm(out).facts["training"]
     rates = [json.loads(line)["tokens_per_s"] for line in log.read_text().splitlines()[3:]]  # the first steps compile
     return {
-        "kl_ptq": found["val_kl_start"], "kl_qad": found["val_kl_best"], "best_step": found["best_step"],
-        "tokens_per_s": statistics.median(rates), "seconds": time.monotonic() - started,
-    }  # fmt: skip
+        "kl_ptq": found["val_kl_start"],
+        "kl_qad": found["val_kl_best"],
+        "best_step": found["best_step"],
+        "tokens_per_s": statistics.median(rates),
+        "seconds": time.monotonic() - started,
+    }
 
 
 def _job(plan: Plan, model: Path, text: Path, **train: Any) -> Job:
     length, batch = plan.seq_len, plan.batch
-    return prepare(parse_recipe({
-        "model": str(model), "dtype": "bfloat16", "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
-        "train": {
-            "data": str(text), "tokens": plan.steps * batch * length, "seq_len": length, "batch_size": batch,
-            "schedule": "linear", "warmup_steps": plan.steps // 10, "validate_every": max(1, plan.steps // 4),
-            "save_every": plan.steps, "validation_tokens": 64 * length, "epochs": max(1, plan.steps // 40), **train,
-        },
-    }, "gpu-check"))  # fmt: skip
+    return prepare(
+        parse_recipe(
+            {
+                "model": str(model),
+                "dtype": "bfloat16",
+                "calibrate": {"data": str(text), "samples": 32, "seq_len": length},
+                "train": {
+                    "data": str(text),
+                    "tokens": plan.steps * batch * length,
+                    "seq_len": length,
+                    "batch_size": batch,
+                    "schedule": "linear",
+                    "warmup_steps": plan.steps // 10,
+                    "validate_every": max(1, plan.steps // 4),
+                    "save_every": plan.steps,
+                    "validation_tokens": 64 * length,
+                    "epochs": max(1, plan.steps // 40),
+                    **train,
+                },
+            },
+            "gpu-check",
+        )
+    )
 
 
 def _exported_equal(job: Job, arm: Path, out: Path) -> bool:
@@ -133,5 +159,7 @@ def _step_cost(plan: Plan, folder: Path) -> dict[str, Any]:
     ratios = step_ratios(job, ptq, 8)
     return {
         "parameters": sum(math.prod(info.shape) for info in job.source.tensors.values()),
-        "tokens": job.recipe.train.tokens_per_step, "ratio": statistics.median(ratios), "ratios": ratios,
-    }  # fmt: skip
+        "tokens": job.recipe.train.tokens_per_step,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }

@@ -32,10 +32,14 @@ class Stepper:
         for parameter in self.parameters.values():
             parameter.requires_grad_()
         # FP32 parameters are their own masters.
-        self.masters = student.masters if student else {
-            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
-            for name, parameter in self.parameters.items()
-        }  # fmt: skip
+        self.masters = (
+            student.masters
+            if student
+            else {
+                name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+                for name, parameter in self.parameters.items()
+            }
+        )
         self.objective = Objective(model, teacher, config, "qad", job.shared_ids)
         self.optimizer = make_optimizer(config, self.masters)
 

@@ -51,9 +51,7 @@ def domains(files: int) -> tuple[list[str], list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 prose[ast.get_docstring(node) or ""] = None
-                undocumented = [
-                    n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
-                ]
+                undocumented = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
                 node.body = undocumented or [ast.Pass()]
         code |= {ast.unparse(n): None for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     return [t for t in prose if len(t) >= _MINIMUM], [t for t in code if len(t) >= _MINIMUM]
@@ -68,9 +66,8 @@ def make_tokenizer(folder: Path, texts: Sequence[str], vocabulary: int) -> None:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[EOS], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+        vocab_size=vocabulary, special_tokens=[EOS], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     raw.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=EOS, eos_token=EOS, pad_token=EOS)
     tokenizer.save_pretrained(folder)
@@ -81,11 +78,21 @@ def new_llama(size: Size, seed: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2, intermediate_size=size.intermediate, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    ))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads // 2,
+            intermediate_size=size.intermediate,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    )
 
 
 def train_teacher(

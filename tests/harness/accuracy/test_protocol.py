@@ -51,8 +51,7 @@ def test_a_second_model_is_asked_itself(tiny: LoadedModel, make_llama: Callable[
     for name, loaded in (("first", tiny), ("second", other), ("again", tiny)):
         shapes = seen.setdefault(name, [])
         hook = loaded.model.register_forward_pre_hook(
-            lambda _m, args, kwargs, s=shapes: s.append(tuple((args or (kwargs["input_ids"],))[0].shape)),
-            with_kwargs=True,
+            lambda _m, args, kwargs, s=shapes: s.append(tuple((args or (kwargs["input_ids"],))[0].shape)), with_kwargs=True
         )
         results[name] = score_tasks(loaded.model, loaded.tokenizer, ["qad_facts"], limit=48)
         hook.remove()
@@ -72,17 +71,16 @@ def with_bos(tokenizer: Any) -> Any:
 
     changed = copy.deepcopy(tokenizer)
     changed.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{changed.bos_token} $A", pair=f"{changed.bos_token} $A $B",
+        single=f"{changed.bos_token} $A",
+        pair=f"{changed.bos_token} $A $B",
         special_tokens=[(changed.bos_token, changed.bos_token_id)],
-    )  # fmt: skip
+    )
     return changed
 
 
 @pytest.mark.parametrize("in_text", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_prompt_has_one_bos_where_the_model_wants_one(
-    tiny: LoadedModel, tmp_path: Path, in_text: bool, adds: bool
-) -> None:
+def test_a_prompt_has_one_bos_where_the_model_wants_one(tiny: LoadedModel, tmp_path: Path, in_text: bool, adds: bool) -> None:
     tokenizer = with_bos(tiny.tokenizer) if adds else tiny.tokenizer
     query = f"{tokenizer.bos_token}The river" if in_text else "The river"
     folder = sums(tmp_path / "t", '{until: ["\\n"], max_gen_toks: 2}', query)
@@ -155,9 +153,7 @@ def test_sampling_is_explicit_and_recorded(tiny: LoadedModel, tmp_path: Path, mo
     folder = sums(tmp_path / "t", '{until: ["\\n"], max_gen_toks: 8}')
     (task,) = score_tasks(tiny.model, tiny.tokenizer, ["sums"], task_path=folder).tasks
     assert requests[0]["do_sample"] is False
-    assert task.protocol["generation"] == {
-        "do_sample": False, "temperature": 0.0, "until": ["\n"], "max_gen_toks": 8
-    }  # fmt: skip
+    assert task.protocol["generation"] == {"do_sample": False, "temperature": 0.0, "until": ["\n"], "max_gen_toks": 8}
     assert task.protocol["chat_template"] is None
 
 
@@ -195,9 +191,15 @@ def test_plain_lm_eval_gives_the_same_scores(tiny_llama_dir: Path, packed_dir: P
     loaded = load(folder, "float32", "cpu")
     ours: AccuracyData = score_tasks(loaded.model, loaded.tokenizer, names, limit=20)
     plain = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(folder), "dtype": "float32"}, device="cpu", batch_size=16, tasks=names,
-        task_manager=TaskManager(include_path=str(SHIPPED), include_defaults=False), limit=20, bootstrap_iters=0,
-    )  # fmt: skip
+        model="hf",
+        model_args={"pretrained": str(folder), "dtype": "float32"},
+        device="cpu",
+        batch_size=16,
+        tasks=names,
+        task_manager=TaskManager(include_path=str(SHIPPED), include_defaults=False),
+        limit=20,
+        bootstrap_iters=0,
+    )
     for task in ours.tasks:
         samples = plain["samples"][task.task]
         assert [item.doc_hash for item in task.items] == [sample["doc_hash"] for sample in samples]

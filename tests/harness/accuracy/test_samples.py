@@ -95,9 +95,16 @@ def test_avg_at_k_is_the_mean_over_samples_of_different_seeds(tiny: LoadedModel,
     ],
 )
 def test_length_finish_and_thinking(
-    tiny: LoadedModel, sums: Places, speak: Speak, text: str, think_end: str | None, finish: str, tokens: int,
-    scored: str | None, thinking: int | None,
-) -> None:  # fmt: skip
+    tiny: LoadedModel,
+    sums: Places,
+    speak: Speak,
+    text: str,
+    think_end: str | None,
+    finish: str,
+    tokens: int,
+    scored: str | None,
+    thinking: int | None,
+) -> None:
     speak(lambda: text)
     room = 6 if finish == LENGTH else 30
     task = suite(think_end=think_end, generation=Generation(max_gen_toks=room), limit=1)
@@ -184,10 +191,7 @@ def test_answers_are_never_given_in_another_name(
     """The same questions, the same file; another model, or the same under another engine, is asked itself."""
     path = tmp_path / "answers.jsonl"
     results = []
-    for identity, text in (
-        ({"checkpoint": "a", "engine": "x"}, "7"),
-        ({"checkpoint": "a", "engine": "x"} | {changed: "b"}, "8"),
-    ):
+    for identity, text in (({"checkpoint": "a", "engine": "x"}, "7"), ({"checkpoint": "a", "engine": "x"} | {changed: "b"}, "8")):
         batches = speak(lambda said=text: f"{said}\n")  # type: ignore[misc]
         journal = Journal(path, identity)
         results.append(measure_suite(backend(tiny), suite(), sums, journal=journal).data.tasks[0])
@@ -210,9 +214,7 @@ def test_samples_survive_a_file(tiny: LoadedModel, sums: Places, speak: Speak, t
     speak(lambda: "7\n")
     samples = measure_suite(backend(tiny), suite(), sums).samples
     samples.append(
-        measure_suite(
-            backend(tiny), Suite(name="m", tasks=[SuiteTask(task="qad_facts", limit=1)]), Places.of()
-        ).samples[0]
+        measure_suite(backend(tiny), Suite(name="m", tasks=[SuiteTask(task="qad_facts", limit=1)]), Places.of()).samples[0]
     )
     assert samples[-1].tokens is None
     assert samples[-1].text.strip() in samples[-1].text
@@ -226,9 +228,7 @@ def test_samples_survive_a_file(tiny: LoadedModel, sums: Places, speak: Speak, t
 
 def test_a_vote_over_samples_is_refused(tiny: LoadedModel, sums: Places, sums_task: str) -> None:
     path = sums.folders[1] / "sums.yaml"
-    path.write_text(
-        sums_task + "filter_list:\n  - {name: maj@8, filter: [{function: majority_vote}, {function: take_first}]}\n"
-    )
+    path.write_text(sums_task + "filter_list:\n  - {name: maj@8, filter: [{function: majority_vote}, {function: take_first}]}\n")
     with pytest.raises(DataError, match="filter maj@8 of task sums votes over samples"):
         measure_suite(backend(tiny), suite(), sums)
 

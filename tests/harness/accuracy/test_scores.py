@@ -108,9 +108,7 @@ def test_two_runs_pair_item_by_item(tiny: LoadedModel) -> None:
     assert first == second
 
 
-def test_a_folder_of_ones_own(
-    tiny: LoadedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_a_folder_of_ones_own(tiny: LoadedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data files are found beside the task file from any directory, and no copy stays behind."""
     import datasets
 
@@ -156,9 +154,7 @@ def continuation(tiny: LoadedModel, prompt: str) -> str:
     return text.split("\n")[0].strip()
 
 
-def test_lm_eval_is_silent_and_left_as_it_was(
-    tiny: LoadedModel, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+def test_lm_eval_is_silent_and_left_as_it_was(tiny: LoadedModel, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import datasets
     import lm_eval.api.task
 
@@ -182,8 +178,7 @@ def test_tasks_that_cannot_be_scored(tiny: LoadedModel, folder: Path) -> None:
     rolling = CHOICE.replace("multiple_choice", "loglikelihood_rolling").replace("doc_to_choice: choices\n", "")
     rolling = rolling[: rolling.index("metric_list")].replace("doc_to_target: gold", "doc_to_target: query")
     task.write_text(
-        rolling
-        + "metric_list:\n  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}\n"
+        rolling + "metric_list:\n  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}\n"
     )
     with pytest.raises(DataError, match=r"no score per item \(word_perplexity\)"):
         score(tiny, ["mine"], task_path=folder)

@@ -66,9 +66,7 @@ def test_a_suite_by_hand_its_control_and_the_comparison(
     assert "noise floor, bf16 against itself (batch_size 8, attention eager, seed +10000)" in capsys.readouterr().out
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["arms"] == ["bf16", "ptq"]
-    assert (
-        comparison["noise_floor"]["bf16"]["median"]["low"] <= 1 <= comparison["noise_floor"]["bf16"]["median"]["high"]
-    )
+    assert comparison["noise_floor"]["bf16"]["median"]["low"] <= 1 <= comparison["noise_floor"]["bf16"]["median"]["high"]
     assert comparison["outputs"][0]["benchmark"] == "sums"
     assert (out / "measure" / "bf16-again" / "accuracy.json").is_file()
     assert main(["compare", *arms, "--noise-floor", str(tmp_path / "ptq"), "--out", str(out)]) == 2
@@ -96,8 +94,26 @@ def test_what_cannot_be_measured(
 def test_local_suites_run_on_real_files(tiny_llama_dir: Path, tmp_path: Path) -> None:
     data = os.environ["QAD_EVAL_DATA"]
     out = tmp_path / "accuracy.json"
-    assert main(["measure", "accuracy", str(tiny_llama_dir), "--suite", "arc-easy", "--suite-data", data, "--limit", "3",
-                 "--dtype", "float32", "--out", str(out)]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "measure",
+                "accuracy",
+                str(tiny_llama_dir),
+                "--suite",
+                "arc-easy",
+                "--suite-data",
+                data,
+                "--limit",
+                "3",
+                "--dtype",
+                "float32",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     found = records.read(out).data
     assert isinstance(found, AccuracyData)
     assert [(t.task, t.metric, t.chance, len(t.items)) for t in found.tasks] == [("qad_arc_easy", "acc", 0.25, 3)]

@@ -146,9 +146,7 @@ def test_conversations(
     assert measured.data.tasks[0].protocol["first_ids"] == []
 
 
-def test_failed_requests_are_tried_again_then_counted(
-    server: Server, sums: Places, tiny_llama_dir: Path, tmp_path: Path
-) -> None:
+def test_failed_requests_are_tried_again_then_counted(server: Server, sums: Places, tiny_llama_dir: Path, tmp_path: Path) -> None:
     from harness.accuracy.journal import Journal
 
     bad: set[int] = set()
@@ -211,7 +209,7 @@ NONSENSE: dict[str, Any] = {
     "nothing": b"",
     "a refusal": 400,
     "a failure": 503,
-}  # fmt: skip
+}
 
 
 def test_nonsense_is_a_failed_request_with_its_reason(server: Server, sums: Places, tiny_llama_dir: Path) -> None:
@@ -235,17 +233,10 @@ def test_nonsense_is_a_failed_request_with_its_reason(server: Server, sums: Plac
     assert sum((measured.data.failures or {}).values()) == len(kinds)
     assert measured.data.failed.startswith(f"{len(kinds)} requests failed: ")
     reasons = "; ".join(measured.data.failures or {})
-    for reason in (
-        "a reply with [7] for one choice",
-        "completion_tokens is -7",
-        "HTTP 400",
-        "HTTP 503",
-        "ended by abort",
-    ):
+    for reason in ("a reply with [7] for one choice", "completion_tokens is -7", "HTTP 400", "HTTP 503", "ended by abort"):
         assert reason in reasons
     refused = sum(
-        tuple(r["prompt"][0]) == tuple(backend.tok_encode(f"Number {kinds.index('a refusal')}"))
-        for r in server.requests
+        tuple(r["prompt"][0]) == tuple(backend.tok_encode(f"Number {kinds.index('a refusal')}")) for r in server.requests
     )
     assert refused == 1, "what is refused is not asked again"
 
@@ -256,8 +247,14 @@ def test_log_likelihoods_that_are_none_are_not_scored(server: Server, tiny_llama
         (ids,) = payload["prompt"]
         own: list[Any] = [None, *[-1.0] * len(ids)]
         top = [None, *[{"t": -0.5}] * len(ids)]
-        own = {"short": own[:-1], "long": [*own, -1.0], "nan": [None, float("nan"), *own[2:]], "positive": [None, 0.5, *own[2:]],
-               "text": [None, "-1", *own[2:]], "none": [None, None, *own[2:]]}.get(damage, own)  # fmt: skip
+        own = {
+            "short": own[:-1],
+            "long": [*own, -1.0],
+            "nan": [None, float("nan"), *own[2:]],
+            "positive": [None, 0.5, *own[2:]],
+            "text": [None, "-1", *own[2:]],
+            "none": [None, None, *own[2:]],
+        }.get(damage, own)
         whole = {"choices": [{"index": 0, "logprobs": {"token_logprobs": own, "top_logprobs": top}}]}
         return json_reply("[" * 100_000) if damage == "deep" else whole
 
@@ -316,9 +313,7 @@ def test_thinking_that_the_prompt_opens_has_to_be_closed(prompt: str) -> None:
     assert as_ended(answer, prompt, None, 9) == answer
 
 
-def test_log_likelihoods_are_those_of_the_model_in_this_process(
-    server: Server, tiny: LoadedModel, tiny_llama_dir: Path
-) -> None:
+def test_log_likelihoods_are_those_of_the_model_in_this_process(server: Server, tiny: LoadedModel, tiny_llama_dir: Path) -> None:
     def reply(payload: dict[str, Any]) -> Any:
         (ids,) = payload["prompt"]
         with torch.no_grad():

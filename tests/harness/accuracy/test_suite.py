@@ -20,21 +20,16 @@ tasks:
 
 def test_shipped_suites_load_and_state_the_published_protocols() -> None:
     suites = {name: load_suite(name)[0] for name in shipped_suites()}
-    assert set(suites) >= {
-        "smoke",
-        "local",
-        "aime25",
-        "gpqa-diamond",
-        "livecodebench",
-        "scicode",
-        "ifbench",
-        "mmlu-pro",
-    }
+    assert set(suites) >= {"smoke", "local", "aime25", "gpqa-diamond", "livecodebench", "scicode", "ifbench", "mmlu-pro"}
     published = {name: (t.items, t.repeats) for name, s in suites.items() if s.think_end for t in s.tasks}
     assert published == {
-        "aime25": (30, 64), "gpqa-diamond": (198, 8), "livecodebench": (None, 8), "scicode": (None, 8),
-        "ifbench": (300, 5), "mmlu-pro": (12032, 1),
-    }  # fmt: skip
+        "aime25": (30, 64),
+        "gpqa-diamond": (198, 8),
+        "livecodebench": (None, 8),
+        "scicode": (None, 8),
+        "ifbench": (300, 5),
+        "mmlu-pro": (12032, 1),
+    }
     for name, suite in suites.items():
         assert suite.name == name
         assert all(task.needs for task in suite.tasks) or name == "smoke"

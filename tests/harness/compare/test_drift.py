@@ -23,21 +23,29 @@ SERVER = dataclasses.replace(ENGINE, name="server")
 def outputs(tokens: list[int | None], **changes: Any) -> Outputs:
     n = len(tokens)
     plain: dict[str, Any] = {
-        "tokens": tokens, "thinking_tokens": [None] * n, "finish": ["stop"] * n, "loops": [False] * n,
+        "tokens": tokens,
+        "thinking_tokens": [None] * n,
+        "finish": ["stop"] * n,
+        "loops": [False] * n,
         "empty": [False] * n,
-    }  # fmt: skip
+    }
     return Outputs(**{**plain, **changes})
 
 
-def record(
-    arm: str, scores: list[float], answers: Outputs | None = None, *, prefix: str = "", **changes: Any
-) -> Record:
+def record(arm: str, scores: list[float], answers: Outputs | None = None, *, prefix: str = "", **changes: Any) -> Record:
     items = [Item(f"d{i}", f"{prefix}p{i}", f"t{i}", f"c{i}", score) for i, score in enumerate(scores)]
     task = TaskScore("sums", "1", "exact_match", "none", 0, True, None, None, items, outputs=answers)
     fields: dict[str, Any] = {
-        "arm": arm, "model": "tiny", "checkpoint": f"hash-{arm}", "engine": ENGINE, "settings": {"seed": 0},
-        "provenance": {}, "created": "", "seconds": 1.0, "data": AccuracyData([task]),
-    }  # fmt: skip
+        "arm": arm,
+        "model": "tiny",
+        "checkpoint": f"hash-{arm}",
+        "engine": ENGINE,
+        "settings": {"seed": 0},
+        "provenance": {},
+        "created": "",
+        "seconds": 1.0,
+        "data": AccuracyData([task]),
+    }
     return Record(**{**fields, **changes})
 
 
@@ -70,9 +78,7 @@ def test_lengths_cut_offs_and_tokens_per_correct_answer_by_hand() -> None:
 
 def test_nothing_right_and_nothing_counted_are_not_zero() -> None:
     base = record("bf16", [1.0, 0.0], outputs([4, 4]))
-    comparison = compare(
-        [base, record("ptq", [0.0, 0.0], outputs([4, 4])), record("qad", [1.0, 1.0], outputs([None, None]))]
-    )
+    comparison = compare([base, record("ptq", [0.0, 0.0], outputs([4, 4])), record("qad", [1.0, 1.0], outputs([None, None]))])
     (row,) = comparison.outputs
     assert row.tokens_per_correct["ptq"] is None
     assert "qad" not in row.tokens

@@ -53,10 +53,7 @@ def test_what_failed_under_one_arm_counts_for_none() -> None:
     assert row.recovery["qad"] is not None
     assert row.recovery["qad"].value == 1.0
     assert row.failed == {"bf16": (20, N), "qad": (20, N)}
-    assert (
-        "sums (filter none): 40 of 200 items are left out, their requests failed under an arm"
-        in comparison.not_compared
-    )
+    assert "sums (filter none): 40 of 200 items are left out, their requests failed under an arm" in comparison.not_compared
     assert {name: share.value for name, share in comparison.failure_share.items()} == {"bf16": 0.1, "qad": 0.1}
     assert from_json(to_json(comparison)) == comparison
     assert len(pairs([arm("bf16", long_ones), arm("qad", lambda i: i < 20)])) == N - 40
@@ -117,9 +114,8 @@ def test_items_keep_their_order_and_their_answers() -> None:
     assert isinstance(first.data, AccuracyData)
     assert isinstance(second.data, AccuracyData)
     backwards = dataclasses.replace(
-        second.data.tasks[0], items=second.data.tasks[0].items[::-1],
-        outputs=outputs(["stop"] * (N - 20) + ["error"] * 20),
-    )  # fmt: skip
+        second.data.tasks[0], items=second.data.tasks[0].items[::-1], outputs=outputs(["stop"] * (N - 20) + ["error"] * 20)
+    )
     found = answered("sums", {"bf16": first.data.tasks[0], "qad": backwards})
     kept = [[item.doc_hash for item in score.items] for score in found.scores.values()]
     assert kept[0] == kept[1] == [f"d{i}" for i in range(20, N - 20)]
@@ -141,8 +137,13 @@ def test_the_report_says_what_failed_was_cut_off_and_was_left_out(tmp_path: Path
     render(tmp_path, comparison, records, judge(comparison, load_policy("drop-1pct")))
     for name in ("report.md", "report.html"):
         page = (tmp_path / "report" / name).read_text()
-        for words in ("20 of 200 requests failed under qad", "Answers cut off", "2.8 %", "empty: its row in r.json",
-                      "20 requests failed: HTTP 400"):  # fmt: skip
+        for words in (
+            "20 of 200 requests failed under qad",
+            "Answers cut off",
+            "2.8 %",
+            "empty: its row in r.json",
+            "20 requests failed: HTTP 400",
+        ):
             assert words in page, (name, words)
         assert "\x1b" not in page
         assert "<b>too" not in page

@@ -27,8 +27,7 @@ def comparison(rows: list[BenchmarkRow] | None = None, **medians: Estimate) -> C
     rows = rows if rows is not None else [row("a", **medians)]
     arms = ["bf16", *medians]
     worst = {
-        arm: min(((r.label, e) for r in rows if (e := r.recovery.get(arm))), key=lambda pair: pair[1].value)
-        for arm in medians
+        arm: min(((r.label, e) for r in rows if (e := r.recovery.get(arm))), key=lambda pair: pair[1].value) for arm in medians
     }
     return Comparison(arms, rows, dict(medians), worst, {}, None, None, {}, [])
 
@@ -62,9 +61,7 @@ def test_a_doubtful_recovery_is_never_a_pass(threshold: str, low: float, outcome
         (None, None, INCONCLUSIVE),
     ],
 )
-def test_a_threshold_is_held_against_the_interval_unrounded(
-    low: float | None, high: float | None, outcome: str
-) -> None:
+def test_a_threshold_is_held_against_the_interval_unrounded(low: float | None, high: float | None, outcome: str) -> None:
     found = judge(comparison(ptq=estimate(0.985, low, high)), policy(median_recovery=RECOVERY))
     assert found.outcome == outcome
     assert found.exit_code == {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}[outcome]
@@ -136,15 +133,27 @@ def test_a_benchmark_that_the_arm_did_not_run_is_named() -> None:
 
 def test_everything_not_measured_is_named() -> None:
     everything = policy(
-        median_recovery=RECOVERY, worst_benchmark=RECOVERY, kl={"at_most": 0.1}, top1={"at_least": 0.9},
-        memory_ratio={"at_most": 0.4}, speed_up={"at_least": 1.2}, failure_share={"at_most": 0.01},
-    )  # fmt: skip
+        median_recovery=RECOVERY,
+        worst_benchmark=RECOVERY,
+        kl={"at_most": 0.1},
+        top1={"at_least": 0.9},
+        memory_ratio={"at_most": 0.4},
+        speed_up={"at_least": 1.2},
+        failure_share={"at_most": 0.01},
+    )
     empty = Comparison(["bf16", "ptq"], [], {}, {}, {}, None, None, {}, [])
     found = judge(empty, everything)
     assert found.outcome == INCONCLUSIVE
     assert [check.outcome for check in found.checks] == [INCONCLUSIVE] * 7
-    for name in ("median recovery", "recovery of every benchmark", "KL divergence to BF16", "top-1 agreement",
-                 "size on disk", "decode speed", "share of failed requests"):  # fmt: skip
+    for name in (
+        "median recovery",
+        "recovery of every benchmark",
+        "KL divergence to BF16",
+        "top-1 agreement",
+        "size on disk",
+        "decode speed",
+        "share of failed requests",
+    ):
         assert f"{name} was not measured" in found.paragraph.replace(" with BF16 was", " was").replace(
             " relative to BF16 was", " was"
         )
@@ -152,9 +161,14 @@ def test_everything_not_measured_is_named() -> None:
 
 def test_the_other_thresholds() -> None:
     fidelity = FidelityRow(
-        kl=estimate(0.2, 0.18, 0.22), top1=estimate(0.75, 0.73, 0.77), perplexity=estimate(39, 38, 40),
-        perplexity_ratio=estimate(1.05, 1.04, 1.06), token_kl={}, sequences=24, tokens=6000,
-    )  # fmt: skip
+        kl=estimate(0.2, 0.18, 0.22),
+        top1=estimate(0.75, 0.73, 0.77),
+        perplexity=estimate(39, 38, 40),
+        perplexity_ratio=estimate(1.05, 1.04, 1.06),
+        token_kl={},
+        sequences=24,
+        tokens=6000,
+    )
     measured = dataclasses.replace(
         comparison(qad=estimate(1.0, 0.99, 1.01)),
         fidelity={"qad": fidelity},

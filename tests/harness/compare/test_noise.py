@@ -19,15 +19,29 @@ CONTROL = {"batch_size": 8, "attention": "eager"}
 def record(arm: str, *tasks: np.ndarray, **changes: Any) -> Record:
     scores = [
         TaskScore(
-            f"task{k}", "1", "acc", "none", 0, True, None, None,
+            f"task{k}",
+            "1",
+            "acc",
+            "none",
+            0,
+            True,
+            None,
+            None,
             [Item(f"d{i}", f"p{i}", f"t{i}", f"c{i}", float(score)) for i, score in enumerate(task)],
         )
         for k, task in enumerate(tasks)
-    ]  # fmt: skip
+    ]
     fields: dict[str, Any] = {
-        "arm": arm, "model": "tiny", "checkpoint": f"hash-{arm}", "engine": ENGINE, "settings": {}, "provenance": {},
-        "created": "", "seconds": 1.0, "data": AccuracyData(scores),
-    }  # fmt: skip
+        "arm": arm,
+        "model": "tiny",
+        "checkpoint": f"hash-{arm}",
+        "engine": ENGINE,
+        "settings": {},
+        "provenance": {},
+        "created": "",
+        "seconds": 1.0,
+        "data": AccuracyData(scores),
+    }
     return Record(**{**fields, **changes})
 
 

@@ -37,8 +37,7 @@ def test_a_policy_of_less_confidence_decides_with_less() -> None:
     found = estimate(0.995, 0.004)
     comparison = Comparison(["bf16", "ptq"], [], {"ptq": found}, {"ptq": ("a", found)}, {}, None, None, {}, [])
     sure, easy = (
-        Policy.model_validate({"name": "p", "median_recovery": {"at_least": 0.99}, "confidence": c})
-        for c in (0.95, 0.7)
+        Policy.model_validate({"name": "p", "median_recovery": {"at_least": 0.99}, "confidence": c}) for c in (0.95, 0.7)
     )
     assert judge(comparison, sure).outcome == "INCONCLUSIVE"
     assert judge(comparison, easy).outcome == "PASS"

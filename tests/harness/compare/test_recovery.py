@@ -35,18 +35,32 @@ ENGINE = Engine("transformers", "5.24", "float32", "cpu", "torch", emulated=Fals
 
 def record(arm: str, data: Data, **changes: Any) -> Record:
     fields: dict[str, Any] = {
-        "arm": arm, "model": "tiny", "checkpoint": f"hash-{arm}", "engine": ENGINE, "settings": {}, "provenance": {},
-        "created": "2026-01-01T00:00:00Z", "seconds": 1.0, "data": data,
-    }  # fmt: skip
+        "arm": arm,
+        "model": "tiny",
+        "checkpoint": f"hash-{arm}",
+        "engine": ENGINE,
+        "settings": {},
+        "provenance": {},
+        "created": "2026-01-01T00:00:00Z",
+        "seconds": 1.0,
+        "data": data,
+    }
     return Record(**{**fields, **changes})
 
 
 def task(scores: Sequence[float], name: str = "facts", **changes: Any) -> TaskScore:
     items = [Item(f"d{i}", f"p{i}", f"t{i}", f"c{i}", float(score)) for i, score in enumerate(scores)]
     fields: dict[str, Any] = {
-        "task": name, "version": "1", "metric": "acc", "filter": "none", "n_shot": 0, "higher_is_better": True,
-        "chance": None, "limit": None, "items": items,
-    }  # fmt: skip
+        "task": name,
+        "version": "1",
+        "metric": "acc",
+        "filter": "none",
+        "n_shot": 0,
+        "higher_is_better": True,
+        "chance": None,
+        "limit": None,
+        "items": items,
+    }
     return TaskScore(**{**fields, **changes})
 
 
@@ -67,7 +81,7 @@ def fidelity(arm: str, kl: float, nll: float, *, n: int = 24, teacher: float = 3
             f"s{i}", int(t), float(t * kl * x), round(t * (1 - kl / 2)), float(t * a), float(t * (a + (nll - teacher) * x))
         )
         for i, (t, x, a) in enumerate(zip(tokens, spread, level, strict=True))
-    ]  # fmt: skip
+    ]
     return record(arm, FidelityData("test", sequences, {"p50": kl / 2, "max": kl * 50}), **changes)
 
 
@@ -109,12 +123,7 @@ def test_above_100_percent_is_shown() -> None:
 
 @pytest.mark.parametrize("candidate", [0, 10])
 def test_zero_baseline_is_not_available(candidate: int) -> None:
-    found = compare(
-        arms(
-            bf16=[task(right(0)), task(right(80), "other")],
-            ptq=[task(right(candidate)), task(right(60), "other")],
-        )
-    )
+    found = compare(arms(bf16=[task(right(0)), task(right(80), "other")], ptq=[task(right(candidate)), task(right(60), "other")]))
     assert found.benchmarks[0].recovery == {"ptq": None}
     assert found.median_recovery["ptq"].value == pytest.approx(0.75)
     assert found.median_recovery["ptq"].n == 1
@@ -222,9 +231,7 @@ def test_clusters_widen_the_interval() -> None:
     def width(cluster: Callable[[int], str]) -> float:
         scores = [task(list(values)) for values in (base, other)]
         scores = [
-            dataclasses.replace(
-                s, items=[dataclasses.replace(item, cluster=cluster(i)) for i, item in enumerate(s.items)]
-            )
+            dataclasses.replace(s, items=[dataclasses.replace(item, cluster=cluster(i)) for i, item in enumerate(s.items)])
             for s in scores
         ]
         found = compare(arms(bf16=[scores[0]], ptq=[scores[1]])).benchmarks[0].recovery["ptq"]
@@ -267,10 +274,7 @@ def test_published_medians() -> None:
     """Nine benchmarks of 100 items whose recoveries are 92 ... 100 %: the median is the fifth."""
     names = [f"t{i}" for i in range(9)]
     found = compare(
-        arms(
-            bf16=[task(right(100), name) for name in names],
-            ptq=[task(right(92 + i), name) for i, name in enumerate(names)],
-        )
+        arms(bf16=[task(right(100), name) for name in names], ptq=[task(right(92 + i), name) for i, name in enumerate(names)])
     )
     median = found.median_recovery["ptq"]
     assert median.value == pytest.approx(0.96)
@@ -312,10 +316,14 @@ def test_differing_settings_are_all_named() -> None:
         )
     message = str(caught.value)
     for part in (
-        "seed (bf16 0, ptq 1)", "template.hash (bf16 a, ptq b)", "temperature (bf16 absent, ptq 1.0)",
-        "facts: n_shot under filter none (bf16 0, ptq 1)", "facts: version under filter none (bf16 1, ptq 2)",
-        "facts: limit under filter none (bf16 None, ptq 10)", "engine (bf16 transformers 5.24, ptq vllm 5.24)",
-    ):  # fmt: skip
+        "seed (bf16 0, ptq 1)",
+        "template.hash (bf16 a, ptq b)",
+        "temperature (bf16 absent, ptq 1.0)",
+        "facts: n_shot under filter none (bf16 0, ptq 1)",
+        "facts: version under filter none (bf16 1, ptq 2)",
+        "facts: limit under filter none (bf16 None, ptq 10)",
+        "engine (bf16 transformers 5.24, ptq vllm 5.24)",
+    ):
         assert part in message
     assert "\n" not in message
 
@@ -385,9 +393,7 @@ def test_fidelity_rows() -> None:
     assert found["ptq"].tokens == tokens
     assert found["ptq"].sequences == 24
     assert found["ptq"].kl.value == pytest.approx(sum(s.kl_sum for s in data.sequences) / tokens)
-    assert found["ptq"].perplexity.value == pytest.approx(
-        math.exp(sum(s.nll_student_sum for s in data.sequences) / tokens)
-    )
+    assert found["ptq"].perplexity.value == pytest.approx(math.exp(sum(s.nll_student_sum for s in data.sequences) / tokens))
     for estimate in (found["ptq"].kl, found["ptq"].top1, found["ptq"].perplexity, found["ptq"].perplexity_ratio):
         assert estimate.low is not None
         assert estimate.high is not None
@@ -439,10 +445,7 @@ def test_gap_closed_needs_a_gap() -> None:
     records = three()
     data = records[1].data
     assert isinstance(data, FidelityData)
-    level = [
-        dataclasses.replace(s, nll_student_sum=s.nll_teacher_sum + (-1) ** i * 20.0)
-        for i, s in enumerate(data.sequences)
-    ]
+    level = [dataclasses.replace(s, nll_student_sum=s.nll_teacher_sum + (-1) ** i * 20.0) for i, s in enumerate(data.sequences)]
     records[1] = dataclasses.replace(records[1], data=dataclasses.replace(data, sequences=level))
     found = compare(records)
     assert found.perplexity_gap_closed is None
@@ -469,9 +472,7 @@ def test_other_teacher_is_refused() -> None:
 
 def test_other_sequence_length_is_named() -> None:
     with pytest.raises(DataError, match=r"seq_len \(ptq 256, qad 512\)"):
-        compare(
-            [fidelity("ptq", 0.4, 3.3, settings={"seq_len": 256}), fidelity("qad", 0.2, 3.1, settings={"seq_len": 512})]
-        )
+        compare([fidelity("ptq", 0.4, 3.3, settings={"seq_len": 256}), fidelity("qad", 0.2, 3.1, settings={"seq_len": 512})])
 
 
 # --- throughput ----------------------------------------------------------------------------------
@@ -480,10 +481,7 @@ def test_other_sequence_length_is_named() -> None:
 def test_speed_is_a_paired_ratio() -> None:
     """The machine slows down by half; each repeat's ratio does not."""
     found = compare(
-        [
-            throughput("bf16", [100.0, 70.0, 50.0], [10.0, 7.0, 5.0]),
-            throughput("ptq", [200.0, 141.0, 99.0], [5.0, 3.5, 2.5]),
-        ]
+        [throughput("bf16", [100.0, 70.0, 50.0], [10.0, 7.0, 5.0]), throughput("ptq", [200.0, 141.0, 99.0], [5.0, 3.5, 2.5])]
     )
     prefill, decode = found.throughput_ratio["ptq"]["prefill"], found.throughput_ratio["ptq"]["decode"]
     assert prefill.value == pytest.approx(2.0, rel=0.01)
@@ -517,9 +515,5 @@ def test_zero_speed_is_not_compared() -> None:
 
 
 def test_comparing_needs_no_torch() -> None:
-    code = (
-        "import sys, harness.compare.recovery; print([m for m in ('torch', 'pandas', 'lm_eval') if m in sys.modules])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    code = "import sys, harness.compare.recovery; print([m for m in ('torch', 'pandas', 'lm_eval') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

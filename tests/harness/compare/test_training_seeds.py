@@ -32,9 +32,17 @@ T3 = 4.302652729911275  # Student's t, two degrees of freedom
 def record(arm: str, data: Any, seed: int | None = None, **changes: Any) -> Record:
     training = None if seed is None else Training(seed, RECIPE)
     fields: dict[str, Any] = {
-        "arm": arm, "model": "m", "checkpoint": f"{arm} {seed}", "engine": ENGINE, "settings": {"seed": 0}, "provenance": {},
-        "created": "2026-01-01T00:00:00Z", "seconds": 1.0, "data": data, "training": training,
-    }  # fmt: skip
+        "arm": arm,
+        "model": "m",
+        "checkpoint": f"{arm} {seed}",
+        "engine": ENGINE,
+        "settings": {"seed": 0},
+        "provenance": {},
+        "created": "2026-01-01T00:00:00Z",
+        "seconds": 1.0,
+        "data": data,
+        "training": training,
+    }
     return Record(**{**fields, **changes})
 
 
@@ -74,16 +82,12 @@ def test_an_arm_is_the_mean_of_its_seeds_with_what_lies_between_them() -> None:
     found = compare(every)
     alone = [compare([*every[:2], one]) for one in every[2:]]
     values = [one.median_recovery["qad"].value for one in alone]
-    within = [
-        [abs(end - v) for end in limits(one.median_recovery["qad"])] for one, v in zip(alone, values, strict=True)
-    ]
+    within = [[abs(end - v) for end in limits(one.median_recovery["qad"])] for one, v in zip(alone, values, strict=True)]
     between = T3 * float(np.std(values, ddof=1)) / math.sqrt(3)
     median = found.median_recovery["qad"]
     assert median.value == pytest.approx(np.mean(values))
     below, above = np.mean(within, axis=0)
-    assert limits(median) == pytest.approx(
-        (median.value - math.hypot(below, between), median.value + math.hypot(above, between))
-    )
+    assert limits(median) == pytest.approx((median.value - math.hypot(below, between), median.value + math.hypot(above, between)))
     assert "3 training seeds" in median.note
     assert [(s.seed, s.checkpoint, s.values["median recovery"]) for s in found.training_seeds["qad"]] == [
         (seed, f"qad {seed}", value) for seed, value in enumerate(values)
@@ -96,8 +100,10 @@ def test_an_arm_is_the_mean_of_its_seeds_with_what_lies_between_them() -> None:
 
 
 def test_every_number_of_a_trained_arm_holds_its_seeds() -> None:
-    kinds = [record(arm, fidelity(kl), seed) for arm, kl, seed in (
-        ("bf16", 0.0, None), ("ptq", 0.4, None), ("qad", 0.2, 0), ("qad", 0.22, 1), ("qad", 0.27, 2))]  # fmt: skip
+    kinds = [
+        record(arm, fidelity(kl), seed)
+        for arm, kl, seed in (("bf16", 0.0, None), ("ptq", 0.4, None), ("qad", 0.2, 0), ("qad", 0.22, 1), ("qad", 0.27, 2))
+    ]
     found = compare([*records(), *kinds, record("qad", MemoryData({"bf16": 1}, 1, 2, 1, 0), 0)])
     row = found.fidelity["qad"]
     assert row.kl.value == pytest.approx(0.23 * 99.5 / 100)
@@ -123,9 +129,7 @@ def test_intervals_over_seeds_cover(seeds: int, spread: float) -> None:
     base, *many = answered(np.random.default_rng(1), 400_000, 0.0, 1)
     shifts = spread * np.linspace(-3, 3, 301)
     weights = np.exp(-0.5 * np.linspace(-3, 3, 301) ** 2)
-    margin = (
-        np.random.default_rng(2).standard_normal(40_000) + 0.6 + 0.3 * np.random.default_rng(3).standard_normal(40_000)
-    )
+    margin = np.random.default_rng(2).standard_normal(40_000) + 0.6 + 0.3 * np.random.default_rng(3).standard_normal(40_000)
     truth = float(np.average([(margin + s > 0).mean() for s in shifts], weights=weights)) / float(base.mean())
     assert many[0].mean() / base.mean() == pytest.approx(truth, abs=0.03)
     hits, simulations = 0, 120
@@ -158,15 +162,17 @@ def changed(seed: int, **changes: Any) -> list[Record]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"training": Training(1, {**RECIPE, "train": {"lr": 2e-5, "tokens": 1000}})},
-         r"arm qad: qad 0 and qad 1 differ in more than the seed, in train\.lr \(1e-05, 2e-05\)"),
+        (
+            {"training": Training(1, {**RECIPE, "train": {"lr": 2e-5, "tokens": 1000}})},
+            r"arm qad: qad 0 and qad 1 differ in more than the seed, in train\.lr \(1e-05, 2e-05\)",
+        ),
         ({"training": Training(1, {**RECIPE, "teacher": "x"})}, r"in teacher \('absent', 'x'\)"),
         ({"training": Training(0, RECIPE)}, r"arm qad has several weights of one seed \(0, 0, 2\)"),
         ({"training": None}, r"those of qad 1 do not tell what they were trained with"),
         ({"settings": {"seed": 5}}, r"accuracy records are not comparable, they differ in seed \(bf16 0, qad 5\)"),
         ({"data": fidelity(0.1)}, r"arm qad: seed 1 has no accuracy record"),
     ],
-)  # fmt: skip
+)
 def test_what_are_no_seeds_of_one_recipe_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         compare(changed(1, **change))

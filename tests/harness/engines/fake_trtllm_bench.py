@@ -45,10 +45,16 @@ def served(number: int, line: dict[str, Any], concurrency: int) -> dict[str, Any
     whole = FIRST + (line["output_tokens"] - 1) * STEP
     start = (number // concurrency) * whole + (number % concurrency) * MS
     return {
-        "id": line["task_id"], "num_input_tokens": len(line["prompt"].split()), "error_tokens": int(failed),
-        "start_timestamp": start, "first_token_timestamp": -1 if failed else start + FIRST,
-        "end_timestamp": start + whole, "num_output_tokens": tokens, "output": "", "output_tokens": tokens,
-    }  # fmt: skip
+        "id": line["task_id"],
+        "num_input_tokens": len(line["prompt"].split()),
+        "error_tokens": int(failed),
+        "start_timestamp": start,
+        "first_token_timestamp": -1 if failed else start + FIRST,
+        "end_timestamp": start + whole,
+        "num_output_tokens": tokens,
+        "output": "",
+        "output_tokens": tokens,
+    }
 
 
 def report(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[str, Any]:
@@ -60,15 +66,32 @@ def report(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[str, An
 
     streams = args.streaming or args.mode == "latency"
     return {
-        "engine": {"model": args.model, "model_path": str(args.model_path), "version": "1.2.1", "backend": "Pytorch",
-                   "dtype": "bfloat16", "kv_cache_dtype": None, "quantization": "NVFP4"},
-        "request_info": {"num_requests": len(done), "avg_num_concurrent_requests": float(args.concurrency),
-                         "avg_input_length": 8.0, "avg_output_length": tokens / len(done)},
-        "performance": {"total_latency_ms": 1000 * seconds, "system_output_throughput_tok_s": tokens / seconds,
-                        "request_latency_percentiles_ms": percentiles((FIRST + 3 * STEP) / MS)},
-        **({"streaming_metrics": {"ttft_percentiles": percentiles(FIRST / MS), "tpot_percentiles": percentiles(STEP / MS)}}
-           if streams else {}),
-    }  # fmt: skip
+        "engine": {
+            "model": args.model,
+            "model_path": str(args.model_path),
+            "version": "1.2.1",
+            "backend": "Pytorch",
+            "dtype": "bfloat16",
+            "kv_cache_dtype": None,
+            "quantization": "NVFP4",
+        },
+        "request_info": {
+            "num_requests": len(done),
+            "avg_num_concurrent_requests": float(args.concurrency),
+            "avg_input_length": 8.0,
+            "avg_output_length": tokens / len(done),
+        },
+        "performance": {
+            "total_latency_ms": 1000 * seconds,
+            "system_output_throughput_tok_s": tokens / seconds,
+            "request_latency_percentiles_ms": percentiles((FIRST + 3 * STEP) / MS),
+        },
+        **(
+            {"streaming_metrics": {"ttft_percentiles": percentiles(FIRST / MS), "tpot_percentiles": percentiles(STEP / MS)}}
+            if streams
+            else {}
+        ),
+    }
 
 
 if __name__ == "__main__":

@@ -60,13 +60,12 @@ def test_nothing_said_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "emulated", "native", "path"),
     [
-        ("vllm-0.32-blackwell.log", False, True,
-         "FlashInferCutlassNvFp4LinearKernel + FLASHINFER_TRTLLM experts (native FP4)"),
+        ("vllm-0.32-blackwell.log", False, True, "FlashInferCutlassNvFp4LinearKernel + FLASHINFER_TRTLLM experts (native FP4)"),
         ("vllm-0.32-fallback.log", False, False, "MarlinNvFp4LinearKernel (weight-only, not native FP4)"),
         ("vllm-0.32-emulation.log", True, False, "EmulationNvFp4LinearKernel (FP4 emulated)"),
         ("vllm-0.32-cpu-nvfp4.log", True, False, "CpuNvFp4LinearKernel (FP4 emulated)"),
     ],
-)  # fmt: skip
+)
 def test_the_kernel_comes_from_the_log(
     log: str, emulated: bool, native: bool, path: str, read_log: ReadLog, model_dir: Path
 ) -> None:
@@ -132,8 +131,17 @@ def test_trtllm_serve_is_started_as_its_documentation_says(tmp_path: Path, model
     write_script(tmp_path / "trtllm-serve", "")
     command = trtllm.command(tmp_path / "python", model_dir, 8123, "auto", 4096, ["--tp_size", "2"])
     assert command == [
-        str(tmp_path / "trtllm-serve"), "serve", str(model_dir), "--host", "127.0.0.1", "--port", "8123",
-        "--max_seq_len", "4096", "--tp_size", "2",
-    ]  # fmt: skip
+        str(tmp_path / "trtllm-serve"),
+        "serve",
+        str(model_dir),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8123",
+        "--max_seq_len",
+        "4096",
+        "--tp_size",
+        "2",
+    ]
     with pytest.raises(UsageError, match="not in float32"):
         trtllm.command(tmp_path / "python", model_dir, 8123, "float32", None, [])

@@ -80,9 +80,7 @@ def test_what_is_here_and_why_not(
     found = served("vllm")
     assert (found.here, found.native) == (here, native)
     assert text in found.text
-    assert best_engine("auto") == ("vllm" if native else "transformers"), (
-        "emulated figures only where they are asked for"
-    )
+    assert best_engine("auto") == ("vllm" if native else "transformers"), "emulated figures only where they are asked for"
     assert best_engine("vllm") == "vllm"
 
 

@@ -38,9 +38,8 @@ def test_vllm_serves_and_says_what_it_is(
 ) -> None:
     model = make_llama(tmp_path / "llama", head_dim=32)  # vLLM's attention on CPUs knows no heads of 16
     with serve(
-        "vllm", model, log=tmp_path / "log", python=str(python), max_model_len=256, options=["--enforce-eager"],
-        ready_s=READY_S,
-    ) as server:  # fmt: skip
+        "vllm", model, log=tmp_path / "log", python=str(python), max_model_len=256, options=["--enforce-eager"], ready_s=READY_S
+    ) as server:
         body = {"model": server.model, "prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{server.base_url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

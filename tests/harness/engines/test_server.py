@@ -34,8 +34,9 @@ def test_a_server_answers_and_is_gone(
 ) -> None:
     monkeypatch.setenv("FAKE_METRICS", METRICS)
     python, log = executable("python", "vllm-0.32-blackwell.log"), tmp_path / "serve.log"
-    with serve("vllm", model_dir, log=log, python=str(python), dtype="bfloat16", max_model_len=32768,
-               options=["--enforce-eager"]) as server:  # fmt: skip
+    with serve(
+        "vllm", model_dir, log=log, python=str(python), dtype="bfloat16", max_model_len=32768, options=["--enforce-eager"]
+    ) as server:
         assert server.base_url.startswith("http://127.0.0.1:")
         assert server.model == "m"
         assert get(server.base_url.removesuffix("/v1") + "/health") == ""
@@ -44,12 +45,7 @@ def test_a_server_answers_and_is_gone(
         assert server.facts.kv_cache_tokens == 1_642_240, "exact from /metrics, not the log's"
         assert len(marked()) >= 3, "supervisor, server and its worker"
         printed = log.read_text()
-    for argument in (
-        '"--dtype", "bfloat16"',
-        '"--max-model-len", "32768"',
-        '"--enforce-eager"',
-        '"--host", "127.0.0.1"',
-    ):
+    for argument in ('"--dtype", "bfloat16"', '"--max-model-len", "32768"', '"--enforce-eager"', '"--host", "127.0.0.1"'):
         assert argument in printed
     assert "trust" not in printed.split("arguments:")[1], "no remote code unless it is asked for"
     assert marked() == []
@@ -120,9 +116,7 @@ def test_a_taken_port_is_tried_again(
         ("trtllm", sys.executable, "trtllm-serve beside it"),
     ],
 )
-def test_what_cannot_be_started_is_said(
-    engine: str, python: str | None, message: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_started_is_said(engine: str, python: str | None, message: str, model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message), serve(engine, model_dir, log=tmp_path / "log", python=python):
         pass
     with pytest.raises(UsageError, match=r"no config\.json"), serve("vllm", tmp_path / "x", log=tmp_path / "log"):
@@ -142,17 +136,25 @@ HARNESS = """
 
 @pytest.mark.parametrize("moment", ["starting", "loading", "ready", "stopping"])
 def test_killing_the_harness_leaves_nothing(
-    moment: str, executable: Executable, model_dir: Path, tmp_path: Path, marked: Marked, wait_for: WaitFor,
+    moment: str,
+    executable: Executable,
+    model_dir: Path,
+    tmp_path: Path,
+    marked: Marked,
+    wait_for: WaitFor,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """kill -9: no handler runs, so what ends the tree cannot be the harness."""
     if moment == "loading":
         monkeypatch.setenv("FAKE_DELAY_S", "600")
     python, log = executable("python", "vllm-0.32-blackwell.log"), tmp_path / "log"
     harness = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HARNESS), str(model_dir), str(log), str(python)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3], text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+        text=True,
+    )
     assert harness.stdin
     assert harness.stdout
     with harness.stdin, harness.stdout:
@@ -171,9 +173,7 @@ def test_killing_the_harness_leaves_nothing(
     wait_for(lambda: marked() == [])
 
 
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-)
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 # The parent ends at once: its child has no parent in the tree any more.
 ORPHAN = (
     "import subprocess, sys; "

@@ -51,13 +51,7 @@ def test_other_processes_of_the_cards_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     "nvml",
-    [
-        FakeNvml(fails="init"),
-        FakeNvml([(11, 5)], fails="list"),
-        FakeNvml([(99, 5)]),
-        FakeNvml([(11, None)]),
-        FakeNvml(),
-    ],
+    [FakeNvml(fails="init"), FakeNvml([(11, 5)], fails="list"), FakeNvml([(99, 5)]), FakeNvml([(11, None)]), FakeNvml()],
     ids=["no driver", "not allowed", "other numbers in a container", "hidden size", "no card"],
 )
 def test_what_cannot_be_asked_is_unknown_and_not_zero(nvml: FakeNvml) -> None:
@@ -67,9 +61,7 @@ def test_what_cannot_be_asked_is_unknown_and_not_zero(nvml: FakeNvml) -> None:
 
 def test_ram_of_a_child_counts_and_that_of_others_does_not() -> None:
     code = "held = bytearray(64 * 2**20); print('up', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout
         child.stdout.readline()
         found = tree_memory([psutil.Process(child.pid)], gpu=False)

@@ -41,8 +41,26 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def measure(folder: Path, python: Path, out: Path, *more: str) -> int:
-    return main(["measure", "trtllm-bench", str(folder), "--python", str(python), "--isl", "12", "--osl", "5", "--requests", "6",
-                 "--repeats", "2", "--out", str(out), *more])  # fmt: skip
+    return main(
+        [
+            "measure",
+            "trtllm-bench",
+            str(folder),
+            "--python",
+            str(python),
+            "--isl",
+            "12",
+            "--osl",
+            "5",
+            "--requests",
+            "6",
+            "--repeats",
+            "2",
+            "--out",
+            str(out),
+            *more,
+        ]
+    )
 
 
 def data_of(path: Path) -> ServingData:
@@ -55,29 +73,16 @@ def test_throughput_becomes_a_record_of_single_requests(
     python: Path, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out" / "r.json"
-    more = [
-        "--concurrency",
-        "1,2",
-        "--arm",
-        "ptq",
-        "--max-model-len",
-        "64",
-        "--engine-option=--tp",
-        "--engine-option=2",
-    ]
+    more = ["--concurrency", "1,2", "--arm", "ptq", "--max-model-len", "64", "--engine-option=--tp", "--engine-option=2"]
     assert measure(tiny_llama_dir, python, out, *more) == 0
     record, data = read(out), data_of(out)
-    assert (record.arm, record.engine.name, record.engine.version, record.engine.dtype) == (
-        "ptq",
-        "trtllm",
-        "1.2.1",
-        "bfloat16",
-    )
+    assert (record.arm, record.engine.name, record.engine.version, record.engine.dtype) == ("ptq", "trtllm", "1.2.1", "bfloat16")
     assert record.settings["mode"] == "throughput"
     assert data.driver == "trtllm-bench throughput 1.2.1"
     assert [(cell.concurrency, cell.input_tokens, cell.output_tokens, len(cell.repeats)) for cell in data.cells] == [
-        (1, 12, 5, 2), (2, 12, 5, 2),
-    ]  # fmt: skip
+        (1, 12, 5, 2),
+        (2, 12, 5, 2),
+    ]
     for cell in data.cells:
         summary = summarize(cell)
         assert (summary.requests, summary.failed, summary.invalid) == (12, 0, "")
@@ -108,20 +113,7 @@ def test_latency_becomes_a_record_of_its_statistics(python: Path, tiny_llama_dir
 
 
 def test_arms_take_turns(python: Path, tiny_llama_dir: Path, tmp_path: Path) -> None:
-    options = [
-        "--python",
-        str(python),
-        "--isl",
-        "12",
-        "--osl",
-        "5",
-        "--requests",
-        "2",
-        "--concurrency",
-        "1",
-        "--repeats",
-        "2",
-    ]
+    options = ["--python", str(python), "--isl", "12", "--osl", "5", "--requests", "2", "--concurrency", "1", "--repeats", "2"]
     folders = [str(tiny_llama_dir)] * 2
     assert main(["measure", "trtllm-bench", *folders, *options, "--arm", "bf16,qad", "--out", str(tmp_path / "m")]) == 0
     for arm in ("bf16", "qad"):
@@ -131,11 +123,7 @@ def test_arms_take_turns(python: Path, tiny_llama_dir: Path, tmp_path: Path) -> 
 
 
 def test_a_failed_request_makes_the_cell_invalid(
-    python: Path,
-    tiny_llama_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    python: Path, tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILED", "3")
     assert measure(tiny_llama_dir, python, tmp_path / "r.json", "--concurrency", "2", "--arm", "ptq") == 1
@@ -151,12 +139,7 @@ def test_a_failed_request_makes_the_cell_invalid(
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_before_anything_runs(
-    more: list[str],
-    message: str,
-    python: Path,
-    tiny_llama_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    more: list[str], message: str, python: Path, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert measure(tiny_llama_dir, python, tmp_path / "r.json", *more) == 2
     assert message in capsys.readouterr().err
@@ -187,13 +170,7 @@ def test_a_run_that_fails_shows_why(
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path / "trtllm-bench", f"#!/bin/sh\n{script}\n")
     with pytest.raises(EngineError, match=message):
-        run_bench(
-            tmp_path / "python",
-            model_dir,
-            dataset,
-            tmp_path / "report.json",
-            timeout_s=0.5 if "sleep" in script else 60,
-        )
+        run_bench(tmp_path / "python", model_dir, dataset, tmp_path / "report.json", timeout_s=0.5 if "sleep" in script else 60)
 
 
 def test_a_report_of_an_earlier_run_is_not_read(python: Path, model_dir: Path, dataset: Path, tmp_path: Path) -> None:

@@ -199,9 +199,7 @@ def test_layers_by_hand(tiny: LoadedModel) -> None:
     errors = [layer.error for layer in found["changed"]]
     assert errors[:2] == [0.0, 0.0]
     with torch.no_grad():
-        hidden = [
-            [m(ids[None], output_hidden_states=True).hidden_states[2] for _, ids in text] for m in (tiny.model, changed)
-        ]
+        hidden = [[m(ids[None], output_hidden_states=True).hidden_states[2] for _, ids in text] for m in (tiny.model, changed)]
     top = sum(float(((a - b).double() ** 2).sum()) for a, b in zip(*hidden, strict=True))
     assert errors[2] == pytest.approx(top / sum(float((a.double() ** 2).sum()) for a in hidden[0]), rel=1e-4)
 
@@ -214,9 +212,7 @@ def test_continuations_by_hand(tiny: LoadedModel) -> None:
     text = sequences([20, 9, 30])
     students = {"same": copy.deepcopy(tiny.model), "far": perturbed(tiny, 0.5)}
     found = measure_continuations(students, tiny.model, text, prompt_tokens=10, new_tokens=6)
-    assert [entry.cluster for entry in found["same"]] == ["doc0", "doc2"], (
-        "what is no longer than its prompt is left out"
-    )
+    assert [entry.cluster for entry in found["same"]] == ["doc0", "doc2"], "what is no longer than its prompt is left out"
     for entry in found["same"]:
         assert not entry.diverged
         assert entry.nll_student == entry.nll_teacher > 0

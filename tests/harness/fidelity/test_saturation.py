@@ -40,9 +40,7 @@ def test_blocks_above_the_calibrated_amax_by_hand(largest: float, share: float) 
 
 
 @pytest.mark.parametrize(("factor", "warned"), [(1.0, False), (0.01, True)])
-def test_fidelity_counts_them_and_the_report_says_so(
-    tiny: LoadedModel, packed_dir: Path, factor: float, warned: bool
-) -> None:
+def test_fidelity_counts_them_and_the_report_says_so(tiny: LoadedModel, packed_dir: Path, factor: float, warned: bool) -> None:
     """With a hundredth of the calibrated range nearly every block saturates; with all of it next to none does."""
     student: Any = load(packed_dir, "float32", "cpu").model
     for module in student.modules():

@@ -64,29 +64,26 @@ def test_a_served_model(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> N
 
 TOP: list[Any] = [None, {"token_id:5": -0.1}, {"token_id:6": -0.1}]
 NONSENSE: dict[str, Any] = {
-    "an object": {}, "a number": 7, "no choice": {"choices": []}, "no log-probabilities": {"choices": [{"logprobs": None}]},
-    "a positive one": {"token_logprobs": [None, 0.5, -1.0]}, "a string": {"token_logprobs": [None, "x", -1.0]},
-    "null": {"token_logprobs": [None, None, -1.0]}, "too few": {"token_logprobs": [None, -1.0]},
+    "an object": {},
+    "a number": 7,
+    "no choice": {"choices": []},
+    "no log-probabilities": {"choices": [{"logprobs": None}]},
+    "a positive one": {"token_logprobs": [None, 0.5, -1.0]},
+    "a string": {"token_logprobs": [None, "x", -1.0]},
+    "null": {"token_logprobs": [None, None, -1.0]},
+    "too few": {"token_logprobs": [None, -1.0]},
     "a token beyond the vocabulary": {"top_logprobs": [None, {"token_id:99999": -0.1}, TOP[2]]},
     "a token below it": {"top_logprobs": [None, {"token_id:-1": -0.1}, TOP[2]]},
     "names for ids": {"top_logprobs": [None, {"word": -0.1}, TOP[2]]},
     "a number for a position": {"top_logprobs": [None, 3, TOP[2]]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_a_server_that_scores_nonsense_is_refused(
-    name: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {
-        "tokens": ["token_id:4", "token_id:5", "token_id:6"],
-        "token_logprobs": [None, -1.0, -1.0],
-        "top_logprobs": TOP,
-    }
+def test_a_server_that_scores_nonsense_is_refused(name: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"tokens": ["token_id:4", "token_id:5", "token_id:6"], "token_logprobs": [None, -1.0, -1.0], "top_logprobs": TOP}
     change = NONSENSE[name]
-    reply = (
-        {"choices": [{"logprobs": {**told, **change}}]} if isinstance(change, dict) and {*change} & {*told} else change
-    )
+    reply = {"choices": [{"logprobs": {**told, **change}}]} if isinstance(change, dict) and {*change} & {*told} else change
     monkeypatch.setattr(topk, "ask_json", lambda *_, **__: reply)
     with pytest.raises(DataError, match="does not score prompts by token id") as caught:
         measure_topk("http://h", "m", tiny.model, [("a", torch.tensor([4, 5, 6]))], "text", 1)

@@ -39,12 +39,59 @@ RECORDED = Path(__file__).parent / "recorded"
 # --- mutations -----------------------------------------------------------------------------------
 
 VALUES: list[Any] = [
-    None, True, False, 0, -7, 1, 1.5, -0.5, 1e308, 5e-324, 10**30, 10**290, "", "x", "7", "NaN", "\u2028", "\ud800", "\x1b[31m",
-    "a" * 5000, [], [1], [[]], {}, {"": None}, {"error": "x"}, [None] * 50,
-]  # fmt: skip
-RAW = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 5000, b'{"a":' * 3000, b"\xff", b"\x00", b"\xef\xbb\xbf",
-       b'"', b"}", b",", b"\n", b"\r\n", "\u2028\x85".encode(), b"null", b'"results": 1,', b"data: ", b"[DONE]",
-       b"-", b"0x5", b": "]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -7,
+    1,
+    1.5,
+    -0.5,
+    1e308,
+    5e-324,
+    10**30,
+    10**290,
+    "",
+    "x",
+    "7",
+    "NaN",
+    "\u2028",
+    "\ud800",
+    "\x1b[31m",
+    "a" * 5000,
+    [],
+    [1],
+    [[]],
+    {},
+    {"": None},
+    {"error": "x"},
+    [None] * 50,
+]
+RAW = [
+    b"NaN",
+    b"Infinity",
+    b"-Infinity",
+    b"1e999",
+    b"9" * 5000,
+    b"[" * 5000,
+    b'{"a":' * 3000,
+    b"\xff",
+    b"\x00",
+    b"\xef\xbb\xbf",
+    b'"',
+    b"}",
+    b",",
+    b"\n",
+    b"\r\n",
+    "\u2028\x85".encode(),
+    b"null",
+    b'"results": 1,',
+    b"data: ",
+    b"[DONE]",
+    b"-",
+    b"0x5",
+    b": ",
+]
 
 
 def mutated(document: Any, rng: random.Random) -> Any:
@@ -72,9 +119,7 @@ def mutated(document: Any, rng: random.Random) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    children = (
-        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
-    )
+    children = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     for key, child in children:
         yield value, key
         yield from _places(child)
@@ -152,38 +197,77 @@ def each(name: str, run: Callable[[random.Random], object], allowed: tuple[type[
 
 MS = 1_000_000
 SGLANG = {
-    "backend": "sglang", "max_concurrency": 2, "request_rate": 2.0, "random_input_len": 4, "random_output_len": 3,
-    "duration": 2.0, "completed": 2, "failed": 1, "total_output_tokens": 6, "total_output_tokens_retokenized": 7,
-    "request_throughput": 1.0, "output_throughput": 3.0, "mean_ttft_ms": 150.0, "median_ttft_ms": 150.0, "errors": ["", ""],
-    "input_lens": [4, 4], "output_lens": [3, 3], "ttfts": [0.1, 0.2], "itls": [[0.04, 0.06], [0.05, 0.05]],
-}  # fmt: skip
+    "backend": "sglang",
+    "max_concurrency": 2,
+    "request_rate": 2.0,
+    "random_input_len": 4,
+    "random_output_len": 3,
+    "duration": 2.0,
+    "completed": 2,
+    "failed": 1,
+    "total_output_tokens": 6,
+    "total_output_tokens_retokenized": 7,
+    "request_throughput": 1.0,
+    "output_throughput": 3.0,
+    "mean_ttft_ms": 150.0,
+    "median_ttft_ms": 150.0,
+    "errors": ["", ""],
+    "input_lens": [4, 4],
+    "output_lens": [3, 3],
+    "ttfts": [0.1, 0.2],
+    "itls": [[0.04, 0.06], [0.05, 0.05]],
+}
 TRTLLM = [
-    {"id": i, "num_input_tokens": 4, "num_output_tokens": 5, "error_tokens": 0, "start_timestamp": (10 + i) * MS,
-     "first_token_timestamp": (110 + i) * MS, "end_timestamp": (190 + i) * MS} for i in range(3)
-]  # fmt: skip
+    {
+        "id": i,
+        "num_input_tokens": 4,
+        "num_output_tokens": 5,
+        "error_tokens": 0,
+        "start_timestamp": (10 + i) * MS,
+        "first_token_timestamp": (110 + i) * MS,
+        "end_timestamp": (190 + i) * MS,
+    }
+    for i in range(3)
+]
 PERCENTILES = {"p50": 20.0, "p90": 21.0, "p99": 22.0, "average": 20.1}
 REPORT = {
-    "engine": {"version": "1.2.1"}, "streaming_metrics": {"ttft_percentiles": PERCENTILES, "tpot_percentiles": PERCENTILES},
+    "engine": {"version": "1.2.1"},
+    "streaming_metrics": {"ttft_percentiles": PERCENTILES, "tpot_percentiles": PERCENTILES},
     "request_info": {"num_requests": 64, "avg_input_length": 128.0, "avg_output_length": 64.0},
-    "performance": {"total_latency_ms": 4000.0, "system_output_throughput_tok_s": 1024.0,
-                    "request_latency_percentiles_ms": PERCENTILES},
-}  # fmt: skip
+    "performance": {
+        "total_latency_ms": 4000.0,
+        "system_output_throughput_tok_s": 1024.0,
+        "request_latency_percentiles_ms": PERCENTILES,
+    },
+}
 LM_EVAL = {
     "results": {"arc": {"alias": "arc", "acc,none": 0.8, "acc_stderr,none": 0.04}, "all": {"acc,none": 0.7}},
-    "group_subtasks": {"all": ["arc"]}, "versions": {"arc": 1.0}, "n-shot": {"arc": 5},
-    "higher_is_better": {"arc": {"acc": True}}, "configs": {"arc": {"output_type": "multiple_choice"}},
-    "n-samples": {"arc": {"original": 9, "effective": 9}}, "model_name": "m",
+    "group_subtasks": {"all": ["arc"]},
+    "versions": {"arc": 1.0},
+    "n-shot": {"arc": 5},
+    "higher_is_better": {"arc": {"acc": True}},
+    "configs": {"arc": {"output_type": "multiple_choice"}},
+    "n-samples": {"arc": {"original": 9, "effective": 9}},
+    "model_name": "m",
     "config": {"model": "hf", "model_args": {"pretrained": "m"}, "limit": None, "random_seed": 0},
-}  # fmt: skip
+}
 SAMPLES = [
-    {"doc_id": i, "doc": {"q": i}, "target": "0", "arguments": {"gen_args_0": {}, "gen_args_1": {}}, "filter": "none",
-     "metrics": ["acc"], "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "target_hash": f"t{i}", "acc": float(i % 3 > 0)}
+    {
+        "doc_id": i,
+        "doc": {"q": i},
+        "target": "0",
+        "arguments": {"gen_args_0": {}, "gen_args_1": {}},
+        "filter": "none",
+        "metrics": ["acc"],
+        "doc_hash": f"d{i}",
+        "prompt_hash": f"p{i}",
+        "target_hash": f"t{i}",
+        "acc": float(i % 3 > 0),
+    }
     for i in range(9)
-]  # fmt: skip
+]
 NEMO = [{"problem_idx": i, "reward": float(i % 3 > 0), "repeat": 0, "expected_answer": str(i)} for i in range(9)]
-CSV = (
-    b"# source: a\nbenchmark,bf16,ptq,qad,items,stderr,maximum\nmmlu,80.1,78.2,79.9,1000,0.5,\nocr,855,850,858,,,1000\n"
-)
+CSV = b"# source: a\nbenchmark,bf16,ptq,qad,items,stderr,maximum\nmmlu,80.1,78.2,79.9,1000,0.5,\nocr,855,850,858,,,1000\n"
 
 
 def lines(name: str) -> list[Any]:
@@ -211,11 +295,16 @@ def used(found: list[Record] | None, folder: Path, base: list[Record] | None) ->
 
 
 FILES: dict[str, tuple[list[Any], str]] = {
-    "vllm": (lines("vllm.json"), "r.json"), "guidellm": (lines("guidellm.json"), "r.json"), "nemo": (NEMO, "r.jsonl"),
-    "aiperf": (lines("aiperf.jsonl"), "r.jsonl"), "sglang": ([SGLANG, SGLANG], "r.jsonl"), "trtllm": ([TRTLLM], "r.json"),
-    "trtllm report": ([REPORT], "r.json"), "lm-eval": ([LM_EVAL], "results_1.json"),
+    "vllm": (lines("vllm.json"), "r.json"),
+    "guidellm": (lines("guidellm.json"), "r.json"),
+    "nemo": (NEMO, "r.jsonl"),
+    "aiperf": (lines("aiperf.jsonl"), "r.jsonl"),
+    "sglang": ([SGLANG, SGLANG], "r.jsonl"),
+    "trtllm": ([TRTLLM], "r.json"),
+    "trtllm report": ([REPORT], "r.json"),
+    "lm-eval": ([LM_EVAL], "results_1.json"),
     "lm-eval samples": (SAMPLES, "samples_arc_1.jsonl"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -269,18 +358,17 @@ def test_records(kind: str, tmp_path: Path) -> None:
 
 
 EVENTS = [
-    {"object": "text_completion", "choices": [{"text": " a", "finish_reason": None}],
-     "usage": {"prompt_tokens": 3, "completion_tokens": 1}},
+    {
+        "object": "text_completion",
+        "choices": [{"text": " a", "finish_reason": None}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+    },
     {"choices": [{"index": 0, "delta": {"content": "b", "reasoning": "c", "tool_calls": [{"i": 1}]}}]},
     {"choices": [{"text": "", "finish_reason": "stop"}]},
     {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}},
-]  # fmt: skip
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-HEADS = [
-    STREAM + b"Transfer-Encoding: chunked\r\n\r\n",
-    STREAM + b"\r\n",
-    b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\n{}",
 ]
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+HEADS = [STREAM + b"Transfer-Encoding: chunked\r\n\r\n", STREAM + b"\r\n", b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\n{}"]
 REQUEST = b'POST /v1/completions HTTP/1.1\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}'
 
 

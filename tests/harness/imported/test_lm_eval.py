@@ -20,19 +20,31 @@ def lm_eval_folder(folder: Path, right: int, *, samples: bool = True, seed: int 
     folder.mkdir(parents=True)
     rows = [
         {
-            "doc_id": i, "doc": {"q": i}, "target": "0", "arguments": {f"gen_args_{k}": {} for k in range(4)},
-            "filter": "none", "metrics": ["acc"], "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "target_hash": f"t{i}",
+            "doc_id": i,
+            "doc": {"q": i},
+            "target": "0",
+            "arguments": {f"gen_args_{k}": {} for k in range(4)},
+            "filter": "none",
+            "metrics": ["acc"],
+            "doc_hash": f"d{i}",
+            "prompt_hash": f"p{i}",
+            "target_hash": f"t{i}",
             "acc": float(i < right),
         }
         for i in range(100)
-    ]  # fmt: skip
+    ]
     raw = {
         "results": {"arc": {"alias": "arc", "acc,none": right / 100, "acc_stderr,none": 0.04}},
-        "versions": {"arc": 1.0}, "n-shot": {"arc": shots}, "higher_is_better": {"arc": {"acc": True}},
-        "configs": {"arc": {"output_type": "multiple_choice"}}, "n-samples": {"arc": {"original": 100, "effective": 100}},
-        "config": {"model": "hf", "limit": None, "gen_kwargs": None, "random_seed": seed}, "model_name": "org/model",
-        "chat_template_sha": None, "lm_eval_version": "0.4.13",
-    }  # fmt: skip
+        "versions": {"arc": 1.0},
+        "n-shot": {"arc": shots},
+        "higher_is_better": {"arc": {"acc": True}},
+        "configs": {"arc": {"output_type": "multiple_choice"}},
+        "n-samples": {"arc": {"original": 100, "effective": 100}},
+        "config": {"model": "hf", "limit": None, "gen_kwargs": None, "random_seed": seed},
+        "model_name": "org/model",
+        "chat_template_sha": None,
+        "lm_eval_version": "0.4.13",
+    }
     (folder / "results_2026-01-01T00-00-00.json").write_text(json.dumps(raw))
     if samples:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -70,8 +82,7 @@ def test_samples_of_several_filters_that_nothing_tells_apart_are_refused(tmp_pat
     folder = lm_eval_folder(tmp_path / "org__model", 80)
     file = folder / "samples_arc_2026-01-01T00-00-00.jsonl"
     rows = [
-        {k: v for k, v in json.loads(line).items() if k not in ("filter", "metrics")}
-        for line in file.read_text().splitlines()
+        {k: v for k, v in json.loads(line).items() if k not in ("filter", "metrics")} for line in file.read_text().splitlines()
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"is of an lm-eval that wrote no filter: .* remove it for the printed scores"):
@@ -115,36 +126,51 @@ def test_two_models_in_one_folder_are_both_named(tmp_path: Path) -> None:
     row = {"results": {"piqa": {"acc,none": 0.4}}}
     changed(other, **row)
     assert len(imported(tmp_path / "out", "qad")) == 2, "another task of the same model"
-    for names in ({"model_name": "org/other"}, {"model_name": None, "config": {"model_args": {"pretrained": "org/other"}}},
-                  {"model_name": "", "config": {"model_args": "pretrained=org/other"}}):  # fmt: skip
+    for names in (
+        {"model_name": "org/other"},
+        {"model_name": None, "config": {"model_args": {"pretrained": "org/other"}}},
+        {"model_name": "", "config": {"model_args": "pretrained=org/other"}},
+    ):
         changed(other, **row, **names)
-        with pytest.raises(
-            DataError, match=r"is of the model org/model, .* of .*org/other: give the folder of one model"
-        ):
+        with pytest.raises(DataError, match=r"is of the model org/model, .* of .*org/other: give the folder of one model"):
             read_imported(tmp_path / "out", "qad")
 
 
 def test_rows_without_a_score_and_groups_without_their_tasks_are_named(tmp_path: Path) -> None:
     for arm in ("bf16", "qad"):
         folder = lm_eval_folder(tmp_path / arm, 80, samples=False)
-        changed(folder, results={
-            "arc": {"alias": "arc", "acc,none": 0.8, "acc_stderr,none": 0.04},
-            "whole": {"acc,none": 0.7, "acc_stderr,none": 0.01}, "parted": {"acc,none": 0.6, "acc_stderr,none": 0.01},
-            "empty": {"alias": "empty"}, "nan": {"acc,none": float("nan")}, "text": {"acc,none": "N/A"},
-        }, group_subtasks={"whole": ["arc"], "parted": ["arc", "gone", "away"]})  # fmt: skip
+        changed(
+            folder,
+            results={
+                "arc": {"alias": "arc", "acc,none": 0.8, "acc_stderr,none": 0.04},
+                "whole": {"acc,none": 0.7, "acc_stderr,none": 0.01},
+                "parted": {"acc,none": 0.6, "acc_stderr,none": 0.01},
+                "empty": {"alias": "empty"},
+                "nan": {"acc,none": float("nan")},
+                "text": {"acc,none": "N/A"},
+            },
+            group_subtasks={"whole": ["arc"], "parted": ["arc", "gone", "away"]},
+        )
     found = compare([*imported(tmp_path / "bf16", "bf16"), *imported(tmp_path / "qad", "qad")])
     assert [row.task for row in found.benchmarks] == ["arc", "parted"]
     for arm in ("bf16", "qad"):
-        for note in (f"{arm}, parted: of its 3 tasks gone, away are not in results_2026-01-01T00-00-00.json",
-                     *(f"{arm}, {task}: its row in results_2026-01-01T00-00-00.json has no score that is a number"
-                       for task in ("empty", "nan", "text"))):  # fmt: skip
+        for note in (
+            f"{arm}, parted: of its 3 tasks gone, away are not in results_2026-01-01T00-00-00.json",
+            *(
+                f"{arm}, {task}: its row in results_2026-01-01T00-00-00.json has no score that is a number"
+                for task in ("empty", "nan", "text")
+            ),
+        ):
             assert note in found.not_compared
 
 
 def test_scores_of_a_hundred_are_not_shares_of_one(tmp_path: Path) -> None:
     folder = lm_eval_folder(tmp_path / "a", 80, samples=False)
-    changed(folder, results={"wmt": {"bleu,none": 34.2}, "ppl": {"perplexity,none": 12.5}},
-            higher_is_better={"ppl": {"perplexity": False}})  # fmt: skip
+    changed(
+        folder,
+        results={"wmt": {"bleu,none": 34.2}, "ppl": {"perplexity,none": 12.5}},
+        higher_is_better={"ppl": {"perplexity": False}},
+    )
     (record,) = imported(folder, "bf16")
     assert isinstance(record.data, ScoresData)
     assert [(s.task, s.value, s.maximum) for s in record.data.scores] == [("wmt", 34.2, 100.0), ("ppl", 12.5, 1.0)]
@@ -227,9 +253,19 @@ def test_a_problem_that_is_there_twice_is_named(tmp_path: Path) -> None:
         read_imported(folder, "bf16")
 
 
-@pytest.mark.parametrize("line", ['{"problem_idx": 3}', '{"problem_idx": 3, "reward": NaN}', '{"problem_idx": 3, "reward": "1"}',
-                                  '{"problem_idx": 3, "reward": 1, "reward": 0}', '{"problem_idx": 3, "reward": 1e999}', "7",
-                                  '{"problem_idx": 3, "reward": 1, "repeat": -1}', "[" * 100_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"problem_idx": 3}',
+        '{"problem_idx": 3, "reward": NaN}',
+        '{"problem_idx": 3, "reward": "1"}',
+        '{"problem_idx": 3, "reward": 1, "reward": 0}',
+        '{"problem_idx": 3, "reward": 1e999}',
+        "7",
+        '{"problem_idx": 3, "reward": 1, "repeat": -1}',
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_nemo_file_names_its_line(tmp_path: Path, line: str) -> None:
     folder = nemo(tmp_path / "aime25", 20)
     with (folder / "results.jsonl").open("a") as file:

@@ -64,30 +64,74 @@ def test_guidellms_time_per_output_token_is_another_quantity() -> None:
 
 
 def sglang() -> dict[str, Any]:
-    return {"backend": "sglang", "max_concurrency": 2, "random_input_len": 4, "random_output_len": 3, "duration": 2.0,
-            "completed": 2, "total_output_tokens": 6, "total_output_tokens_retokenized": 7, "request_throughput": 1.0,
-            "output_throughput": 3.0, "mean_ttft_ms": 150.0, "median_ttft_ms": 150.0, "p99_ttft_ms": 199.0,
-            "mean_tpot_ms": 50.0, "median_tpot_ms": 50.0, "p99_tpot_ms": 50.0,
-            "input_lens": [4, 4, 4], "output_lens": [3, 3, 0], "ttfts": [0.1, 0.2, 0.0],
-            "itls": [[0.04, 0.06], [0.05, 0.05], []], "errors": ["", "", "Timeout"]}  # fmt: skip
+    return {
+        "backend": "sglang",
+        "max_concurrency": 2,
+        "random_input_len": 4,
+        "random_output_len": 3,
+        "duration": 2.0,
+        "completed": 2,
+        "total_output_tokens": 6,
+        "total_output_tokens_retokenized": 7,
+        "request_throughput": 1.0,
+        "output_throughput": 3.0,
+        "mean_ttft_ms": 150.0,
+        "median_ttft_ms": 150.0,
+        "p99_ttft_ms": 199.0,
+        "mean_tpot_ms": 50.0,
+        "median_tpot_ms": 50.0,
+        "p99_tpot_ms": 50.0,
+        "input_lens": [4, 4, 4],
+        "output_lens": [3, 3, 0],
+        "ttfts": [0.1, 0.2, 0.0],
+        "itls": [[0.04, 0.06], [0.05, 0.05], []],
+        "errors": ["", "", "Timeout"],
+    }
 
 
 def trtllm_requests() -> list[dict[str, Any]]:
     ms = 1_000_000
     return [
-        {"id": i, "num_input_tokens": 4, "num_output_tokens": 5, "error_tokens": 0, "start_timestamp": (10 + i) * ms,
-         "first_token_timestamp": (110 + i) * ms, "end_timestamp": (190 + i) * ms} for i in range(3)
-    ] + [{"id": 3, "num_input_tokens": 4, "num_output_tokens": 0, "error_tokens": 1, "start_timestamp": ms,
-          "first_token_timestamp": -1, "end_timestamp": 2 * ms}]  # fmt: skip
+        {
+            "id": i,
+            "num_input_tokens": 4,
+            "num_output_tokens": 5,
+            "error_tokens": 0,
+            "start_timestamp": (10 + i) * ms,
+            "first_token_timestamp": (110 + i) * ms,
+            "end_timestamp": (190 + i) * ms,
+        }
+        for i in range(3)
+    ] + [
+        {
+            "id": 3,
+            "num_input_tokens": 4,
+            "num_output_tokens": 0,
+            "error_tokens": 1,
+            "start_timestamp": ms,
+            "first_token_timestamp": -1,
+            "end_timestamp": 2 * ms,
+        }
+    ]
 
 
 def trtllm_report() -> dict[str, Any]:
     percentiles = {"p50": 20.0, "p90": 21.0, "p99": 22.0, "minimum": 18.0, "maximum": 23.0, "average": 20.1}
-    return {"engine": {"version": "1.2.1"}, "request_info": {"num_requests": 64, "avg_num_concurrent_requests": 7.5,
-            "avg_input_length": 128.0, "avg_output_length": 64.0},
-            "performance": {"total_latency_ms": 4000.0, "system_output_throughput_tok_s": 1024.0,
-                            "request_latency_percentiles_ms": percentiles},
-            "streaming_metrics": {"ttft_percentiles": percentiles, "tpot_percentiles": percentiles}}  # fmt: skip
+    return {
+        "engine": {"version": "1.2.1"},
+        "request_info": {
+            "num_requests": 64,
+            "avg_num_concurrent_requests": 7.5,
+            "avg_input_length": 128.0,
+            "avg_output_length": 64.0,
+        },
+        "performance": {
+            "total_latency_ms": 4000.0,
+            "system_output_throughput_tok_s": 1024.0,
+            "request_latency_percentiles_ms": percentiles,
+        },
+        "streaming_metrics": {"ttft_percentiles": percentiles, "tpot_percentiles": percentiles},
+    }
 
 
 def written(folder: Path, value: Any) -> Path:
@@ -144,10 +188,12 @@ BENCH = {"max_concurrency": 2, "request_rate": "inf", "burstiness": 1.0}
         ({"request_rate": 2, "burstiness": 0.5}, "2 requests/s, gamma, burstiness 0.5, at most 2 under way"),
         ({"request_rate": 2, "burstiness": float("inf")}, "2 requests/s, constant, at most 2 under way"),
         ({"request_rate": "trace", "max_concurrency": None}, "trace"),
-        ({"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps": 8, "max_concurrency": None},
-         "linear ramp from 1 to 8 requests/s"),
+        (
+            {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps": 8, "max_concurrency": None},
+            "linear ramp from 1 to 8 requests/s",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("tool", ["vllm", "sglang"])
 def test_the_load_that_a_bench_was_told(tool: str, changes: dict[str, Any], load: str, tmp_path: Path) -> None:
     given = {**sglang(), **BENCH, **changes}
@@ -157,9 +203,17 @@ def test_the_load_that_a_bench_was_told(tool: str, changes: dict[str, Any], load
     assert (found, [cell.load for cell in data.cells]) == (tool, [load])
 
 
-@pytest.mark.parametrize("changes", [{"max_concurrency": 0}, {"max_concurrency": -1}, {"request_rate": -2},
-                                     {"request_rate": True}, {"request_rate": 2, "burstiness": 0},
-                                     {"max_concurrency": "4"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_concurrency": 0},
+        {"max_concurrency": -1},
+        {"request_rate": -2},
+        {"request_rate": True},
+        {"request_rate": 2, "burstiness": 0},
+        {"max_concurrency": "4"},
+    ],
+)
 def test_a_load_that_cannot_be_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no result file of SGLang"):
         import_results(written(tmp_path, {**sglang(), **BENCH, **changes}))
@@ -172,18 +226,24 @@ def guidellm(*strategies: dict[str, Any]) -> dict[str, Any]:
         timings = {"request_start": start, "first_token_iteration": start + ttft, "last_token_iteration": start + 1}
         return {"prompt_tokens": 4, "output_tokens": 5, "info": {"timings": timings}}
 
-    return {"benchmarks": [
-        {"config": {"strategy": strategy},
-         "requests": {"errored": [], "successful": [request(float(second), 0.05 * number) for second in range(10)]}}
-        for number, strategy in enumerate(strategies, 1)
-    ]}  # fmt: skip
+    return {
+        "benchmarks": [
+            {
+                "config": {"strategy": strategy},
+                "requests": {"errored": [], "successful": [request(float(second), 0.05 * number) for second in range(10)]},
+            }
+            for number, strategy in enumerate(strategies, 1)
+        ]
+    }
 
 
 STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"type_": "synchronous"}, "concurrency 1"),
     ({"type_": "concurrent", "streams": 4, "worker_count": 4, "max_concurrency": 4, "rampup_duration": 0.0}, "concurrency 4"),
-    ({"type_": "concurrent", "streams": 4, "rampup_duration": 5.0},
-     "each after the last, rampup_duration 5.0, at most 4 under way"),
+    (
+        {"type_": "concurrent", "streams": 4, "rampup_duration": 5.0},
+        "each after the last, rampup_duration 5.0, at most 4 under way",
+    ),
     ({"type_": "throughput", "max_concurrency": None}, "all at once"),
     ({"type_": "throughput", "max_concurrency": 64}, "concurrency 64"),
     ({"type_": "constant", "rate": 1.0, "max_concurrency": None}, "1 requests/s, constant"),
@@ -193,7 +253,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"type_": "trace", "time_scale": 2.0, "schedule_turn": "idle_gap"}, "trace, schedule_turn idle_gap, time_scale 2.0"),
     ({"type_": "of a later version", "heat": 3}, "of a later version, heat 3"),
     ({}, "load unknown"),
-]  # fmt: skip
+]
 
 
 def test_every_strategy_of_guidellm_is_a_cell_of_its_own(tmp_path: Path) -> None:
@@ -203,8 +263,9 @@ def test_every_strategy_of_guidellm_is_a_cell_of_its_own(tmp_path: Path) -> None
     assert ttft == pytest.approx([50.0 * n for n in range(1, len(STRATEGIES) + 1)])
     again, _ = import_results(written(tmp_path, guidellm(STRATEGIES[5][0], STRATEGIES[6][0], STRATEGIES[5][0])))
     assert [(cell.load, len(cell.repeats)) for cell in again.cells] == [
-        ("1 requests/s, constant", 2), ("2 requests/s, constant", 1),
-    ]  # fmt: skip
+        ("1 requests/s, constant", 2),
+        ("2 requests/s, constant", 1),
+    ]
 
 
 def test_at_a_rate_the_steady_state_is_from_the_first_start_to_the_last(tmp_path: Path) -> None:
@@ -219,17 +280,23 @@ def test_at_a_rate_the_steady_state_is_from_the_first_start_to_the_last(tmp_path
     [
         ({"loadgen": {"concurrency": 8, "request_rate_mode": "concurrency_burst"}}, "concurrency 8"),
         ({"loadgen": {"request_rate": 2.0, "request_rate_mode": "constant"}}, "2 requests/s, constant"),
-        ({"loadgen": {"request_rate": 2.0, "arrival_pattern": "poisson", "concurrency": 8}},
-         "2 requests/s, Poisson, at most 8 under way"),
-        ({"loadgen": {"request_rate": 2.0, "arrival_pattern": "gamma", "arrival_smoothness": 0.5}},
-         "2 requests/s, gamma, arrival_smoothness 0.5"),
+        (
+            {"loadgen": {"request_rate": 2.0, "arrival_pattern": "poisson", "concurrency": 8}},
+            "2 requests/s, Poisson, at most 8 under way",
+        ),
+        (
+            {"loadgen": {"request_rate": 2.0, "arrival_pattern": "gamma", "arrival_smoothness": 0.5}},
+            "2 requests/s, gamma, arrival_smoothness 0.5",
+        ),
         ({"loadgen": {"user_centric_rate": 2.0, "num_users": 3}}, "2 requests/s, by user, num_users 3"),
-        ({"loadgen": {"concurrency": 8, "concurrency_ramp_duration": 5}},
-         "each after the last, concurrency_ramp_duration 5, at most 8 under way"),
+        (
+            {"loadgen": {"concurrency": 8, "concurrency_ramp_duration": 5}},
+            "each after the last, concurrency_ramp_duration 5, at most 8 under way",
+        ),
         ({"loadgen": {}, "input": {"fixed_schedule": True}}, "fixed schedule"),
         (None, "load unknown"),
     ],
-)  # fmt: skip
+)
 def test_the_load_of_aiperf_is_told_by_the_summary_beside_it(config: Any, load: str, tmp_path: Path) -> None:
     path = tmp_path / "profile_export.jsonl"
     path.write_bytes((RECORDED / FILES["aiperf"]).read_bytes())
@@ -249,10 +316,14 @@ def test_a_load_that_no_file_tells_may_be_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"output_lens": [-7, 3, 0]}, "output tokens -7"), ({"input_lens": [-1, 4, 4]}, "prompt tokens -1"),
-     ({"output_lens": [1.5, 3, 0]}, "output tokens 1.5"), ({"ttfts": [-0.1, 0.2, 0.0]}, "first token after -100"),
-     ({"latencies": [0.05, 0.3, 0.0]}, "first token after 100 ms, end after 50 ms")],
-)  # fmt: skip
+    [
+        ({"output_lens": [-7, 3, 0]}, "output tokens -7"),
+        ({"input_lens": [-1, 4, 4]}, "prompt tokens -1"),
+        ({"output_lens": [1.5, 3, 0]}, "output tokens 1.5"),
+        ({"ttfts": [-0.1, 0.2, 0.0]}, "first token after -100"),
+        ({"latencies": [0.05, 0.3, 0.0]}, "first token after 100 ms, end after 50 ms"),
+    ],
+)
 def test_what_cannot_be_is_a_failed_request(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     repeat = run_of(written(tmp_path, {**sglang(), **changes}))
     assert [reason in r.reason for r in repeat.requests if r.failed].count(True) == 1
@@ -284,11 +355,7 @@ def test_runs_that_sglang_appended_for_two_servers_are_no_repeats(name: str, tmp
 @pytest.mark.parametrize("zero", ["mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"])
 def test_a_first_token_after_0_ms_was_not_seen(zero: str, tmp_path: Path) -> None:
     details = ("input_lens", "output_lens", "ttfts", "itls", "errors")
-    printed = {
-        **{k: v for k, v in sglang().items() if k not in details},
-        "mean_tpot_ms": 3.0,
-        "mean_e2e_latency_ms": 9.0,
-    }
+    printed = {**{k: v for k, v in sglang().items() if k not in details}, "mean_tpot_ms": 3.0, "mean_e2e_latency_ms": 9.0}
     assert {"ttft_ms", "tpot_ms"} <= run_of(written(tmp_path, printed)).printed.keys()
     data, _ = import_results(written(tmp_path, {**printed, zero: 0.0}))
     assert not {"ttft_ms", "tpot_ms"} & data.cells[0].repeats[0].printed.keys()
@@ -300,15 +367,9 @@ def test_a_single_request_without_a_first_token_failed(tmp_path: Path) -> None:
     run = run_of(written(tmp_path, {**sglang(), "ttfts": [0.0, 0.1, 0.0]}))
     assert sum(r.failed for r in run.requests) == 2
     for first, reason in ((None, "saw no token"), (100.0, "first token after 0")):
-        times = {
-            "request_start": 100.0,
-            "first_token_iteration": first,
-            "last_token_iteration": first,
-            "request_end": 109.0,
-        }
+        times = {"request_start": 100.0, "first_token_iteration": first, "last_token_iteration": first, "request_end": 109.0}
         request = {"prompt_tokens": 9, "output_tokens": 128, "info": {"timings": times}}
-        benchmark = {"config": {"strategy": {"type_": "synchronous"}},
-                     "requests": {"successful": [request], "errored": []}}  # fmt: skip
+        benchmark = {"config": {"strategy": {"type_": "synchronous"}}, "requests": {"successful": [request], "errored": []}}
         (failed,) = run_of(written(tmp_path, {"benchmarks": [benchmark]})).requests
         assert failed.failed
         assert reason in failed.reason
@@ -320,11 +381,7 @@ def test_what_aiperf_warmed_up_with_or_cancelled_is_not_measured(key: str, tmp_p
     for row in rows:
         row["metadata"][key] = row["metadata"].pop("benchmark_phase")
     rows[0]["metadata"][key] = "warmup"
-    rows[1] = {
-        **rows[1],
-        "metrics": {},
-        "error": {"code": 499, "type": "RequestCancellationError", "message": "cancelled"},
-    }
+    rows[1] = {**rows[1], "metrics": {}, "error": {"code": 499, "type": "RequestCancellationError", "message": "cancelled"}}
     rows[2]["metadata"]["was_cancelled"] = True
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -393,9 +450,7 @@ def test_import_writes_a_record_and_says_where_it_is_from(tmp_path: Path, capsys
     from harness.records.record import read
 
     source = written(tmp_path, sglang())
-    code = main(
-        ["measure", "import", str(source), "--from", "sglang", "--arm", "bf16", "--out", str(tmp_path / "r.json")]
-    )
+    code = main(["measure", "import", str(source), "--from", "sglang", "--arm", "bf16", "--out", str(tmp_path / "r.json")])
     assert code == 1, "a third of its requests failed"
     assert "invalid: bf16" in capsys.readouterr().out
     record = read(tmp_path / "r.json")

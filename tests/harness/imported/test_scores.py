@@ -38,10 +38,18 @@ TextVQA,85.2,84.8,84.8,85.2,
 """
 # Eleven benchmarks of the published kinds: name, BF16 score in percent, questions, answers per question.
 SUITE = [
-    ("AIME25", 89.1, 30, 64), ("GPQA-D", 73.0, 198, 16), ("LCB", 72.1, 315, 8), ("SciCode", 33.0, 338, 8),
-    ("IFBench", 71.0, 300, 8), ("MMLU-Pro", 78.3, 12_032, 1), ("AA-LCR", 35.9, 100, 16), ("HLE", 10.6, 2_158, 1),
-    ("tau2", 49.0, 114, 8), ("MATH500", 97.8, 500, 4), ("IFEval", 87.5, 541, 4),
-]  # fmt: skip
+    ("AIME25", 89.1, 30, 64),
+    ("GPQA-D", 73.0, 198, 16),
+    ("LCB", 72.1, 315, 8),
+    ("SciCode", 33.0, 338, 8),
+    ("IFBench", 71.0, 300, 8),
+    ("MMLU-Pro", 78.3, 12_032, 1),
+    ("AA-LCR", 35.9, 100, 16),
+    ("HLE", 10.6, 2_158, 1),
+    ("tau2", 49.0, 114, 8),
+    ("MATH500", 97.8, 500, 4),
+    ("IFEval", 87.5, 541, 4),
+]
 
 
 def read(path: Path, text: str, arm: str = "bf16") -> list[Record]:
@@ -120,8 +128,8 @@ def deviations_of(row: PairedScores, arm: str) -> Floats:
 def test_lightning_a_stands_out(tmp_path: Path) -> None:
     """Published: medians 96.33 -> 99.72, AIME25 -3.70 -> -0.57 points, 10 of 11 better. The other values are filled in."""
     aime = 89.1
-    ptq = [1 - 3.70 / aime, .9633, .972, .951, .968, .9702, .940, .958, .981, .962, .9655]  # fmt: skip
-    qad = [1 - 0.57 / aime, .9972, .999, .992, .9985, .9955, .985, 1.001, .9805, .9981, .9989]  # fmt: skip
+    ptq = [1 - 3.70 / aime, 0.9633, 0.972, 0.951, 0.968, 0.9702, 0.940, 0.958, 0.981, 0.962, 0.9655]
+    qad = [1 - 0.57 / aime, 0.9972, 0.999, 0.992, 0.9985, 0.9955, 0.985, 1.001, 0.9805, 0.9981, 0.9989]
     found = compare(read(tmp_path / "a.csv", suite(ptq, qad)))
     assert 100 * found.median_recovery["ptq"].value == pytest.approx(96.33)
     assert 100 * found.median_recovery["qad"].value == pytest.approx(99.72)
@@ -136,7 +144,7 @@ def test_lightning_a_stands_out(tmp_path: Path) -> None:
 
 def test_lightning_final_is_within_noise(tmp_path: Path) -> None:
     """Published: PTQ 99.24, QAD 98.97 median. The other values are filled in."""
-    spread = np.array([0, -.004, .003, -.009, .006, .002, -.015, .008, -.006, .004, -.002])  # fmt: skip
+    spread = np.array([0, -0.004, 0.003, -0.009, 0.006, 0.002, -0.015, 0.008, -0.006, 0.004, -0.002])
     found = compare(read(tmp_path / "b.csv", suite((0.9924 + spread).tolist(), (0.9897 + spread).tolist())))
     assert 100 * found.median_recovery["ptq"].value == pytest.approx(99.24)
     assert 100 * found.median_recovery["qad"].value == pytest.approx(98.97)
@@ -158,9 +166,7 @@ def test_a_long_table_names_its_arms_in_a_column(tmp_path: Path) -> None:
 
 def test_lower_is_better_zero_and_missing(tmp_path: Path) -> None:
     """Perplexity 10 -> 12.5 is 80 %, a zero baseline is n/a, so is what is missing or NaN."""
-    text = (
-        "benchmark,bf16,ptq,higher_is_better\nppl,10,12.5,false\nzero,0,0.1,true\nnan,0.5,nan,true\nnone,0.5,-,true\n"
-    )
+    text = "benchmark,bf16,ptq,higher_is_better\nppl,10,12.5,false\nzero,0,0.1,true\nnan,0.5,nan,true\nnone,0.5,-,true\n"
     found = compare(read(tmp_path / "f1.csv", text))
     by_task = {row.task: row.recovery.get("ptq") for row in found.benchmarks}
     assert by_task["ppl"] is not None
@@ -215,10 +221,7 @@ def test_every_further_column_of_a_long_table_is_a_setting(tmp_path: Path) -> No
         ("benchmark,arm,score\nmmlu,bf16,85.8\nmmlu,qad,0.61\n", "row 2: score of mmlu is 0.61 in a table of percent"),
         ("benchmark,bf16,qad\nocr,855,858\n", "row 1: ocr scores 855, above 100: give the largest possible score"),
         ("benchmark,bf16,qad,maximum\nocr,855,1858,1000\n", "ocr scores 1858, above 1000"),
-        (
-            "benchmark,bf16,qad,items\nmmlu,85.8,84.7,14,042\n",
-            "row 1 has 5 cells, the header 4: quote what holds commas",
-        ),
+        ("benchmark,bf16,qad,items\nmmlu,85.8,84.7,14,042\n", "row 1 has 5 cells, the header 4: quote what holds commas"),
         ("benchmark,bf16,BF16\nmmlu,85.8,84.7\n", "has two columns 'bf16'"),
         ('benchmark,bf16\n"mmlu,85.8\n', "cannot be read as a CSV table"),
         ("benchmark,n_shot\narc,1\n", "has the columns"),

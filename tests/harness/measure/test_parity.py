@@ -108,9 +108,7 @@ def test_it_holds_and_the_record_says_by_what_kernel(exported_dir: Path, measure
     assert "16 of 16 greedy tokens equal, 14 layers alone" in capsys.readouterr().out
 
 
-def test_codes_that_rounding_decides_are_decided_as_the_engine_did(
-    exported_dir: Path, measure: Any, capsys: Any
-) -> None:
+def test_codes_that_rounding_decides_are_decided_as_the_engine_did(exported_dir: Path, measure: Any, capsys: Any) -> None:
     code, record = measure(exported_dir, noise=2e-5)
     assert code == 0
     tied = [one for one in record.data.prompts if one.ties]
@@ -158,9 +156,7 @@ def damaged(folder: Path, out: Path, name: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    ("tensor", "kind"), [("k_proj.weight_scale_2", "global scales"), ("v_proj.input_scale", "input scales")]
-)
+@pytest.mark.parametrize(("tensor", "kind"), [("k_proj.weight_scale_2", "global scales"), ("v_proj.input_scale", "input scales")])
 def test_unequal_scales_of_a_group_are_named(exported_dir: Path, tmp_path: Path, tensor: str, kind: str) -> None:
     assert unequal_scales(exported_dir) == []
     (line,) = unequal_scales(damaged(exported_dir, tmp_path / "d", f"model.layers.1.self_attn.{tensor}"))

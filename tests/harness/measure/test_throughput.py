@@ -20,8 +20,30 @@ from qad.command.cli import main
 
 
 def measure(folder: Path, out: Path, url: str, *more: str) -> int:
-    return main(["measure", "throughput", str(folder), "--server", url, "--arm", "bf16", "--concurrency", "2", "--isl", "40",
-                 "--osl", "4", "--repeats", "2", "--requests", "4", "--out", str(out), *more])  # fmt: skip
+    return main(
+        [
+            "measure",
+            "throughput",
+            str(folder),
+            "--server",
+            url,
+            "--arm",
+            "bf16",
+            "--concurrency",
+            "2",
+            "--isl",
+            "40",
+            "--osl",
+            "4",
+            "--repeats",
+            "2",
+            "--requests",
+            "4",
+            "--out",
+            str(out),
+            *more,
+        ]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +86,16 @@ def test_a_running_server(
     assert [cost.concurrency for cost in data.overhead] == [2]
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--arm", "a,b"], "names 2 arms, 1 folders"),
-    (["--concurrency", "8"], "never keep 8 under way"),
-    (["--server", "https://127.0.0.1:1"], "does not answer"),
-    (["--server-log", "absent.log"], "add --server URL and --engine"),
-    (["--engine", "vllm", "--server-log", "absent.log"], "absent.log is no file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--arm", "a,b"], "names 2 arms, 1 folders"),
+        (["--concurrency", "8"], "never keep 8 under way"),
+        (["--server", "https://127.0.0.1:1"], "does not answer"),
+        (["--server-log", "absent.log"], "add --server URL and --engine"),
+        (["--engine", "vllm", "--server-log", "absent.log"], "absent.log is no file"),
+    ],
+)
 def test_mistakes_are_one_line(
     argv: list[str], message: str, tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,13 +132,40 @@ def test_arms_are_served_by_an_engine_in_turn(
             yield SimpleNamespace(base_url=f"{mock.base_url}/v1", model=folder.name, engine=kernels)
 
     monkeypatch.setattr("harness.measure.throughput.serve", serve)
-    argv = ["measure", "throughput", str(tiny_llama_dir), str(tiny_llama_dir), "--engine", "vllm", "--max-model-len", "64",
-            "--engine-option=--enforce-eager", "--dtype", "float32", "--concurrency", "1", "--isl", "40", "--osl", "4",
-            "--repeats", "2", "--requests", "2", "--out", str(tmp_path)]  # fmt: skip
+    argv = [
+        "measure",
+        "throughput",
+        str(tiny_llama_dir),
+        str(tiny_llama_dir),
+        "--engine",
+        "vllm",
+        "--max-model-len",
+        "64",
+        "--engine-option=--enforce-eager",
+        "--dtype",
+        "float32",
+        "--concurrency",
+        "1",
+        "--isl",
+        "40",
+        "--osl",
+        "4",
+        "--repeats",
+        "2",
+        "--requests",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(argv) == 0
     assert [log.parent.name for _, _, log, _ in asked] == ["bf16", "ptq", "bf16"]
-    assert asked[0][3] == {"python": None, "dtype": "float32", "max_model_len": 64, "options": ("--enforce-eager",),
-                           "ready_s": 600.0}  # fmt: skip
+    assert asked[0][3] == {
+        "python": None,
+        "dtype": "float32",
+        "max_model_len": 64,
+        "options": ("--enforce-eager",),
+        "ready_s": 600.0,
+    }
     records = [read(tmp_path / arm / "serving.json") for arm in ("bf16", "ptq")]
     assert [record.arm for record in records] == ["bf16", "ptq"]
     assert {record.engine for record in records} == {kernels}

@@ -13,31 +13,67 @@ from harness.memory.files import measure_memory
 from harness.records.record import smallest_gpu
 
 LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 131_072,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "max_position_embeddings": 163_840,
-}  # fmt: skip
+}
 WINDOWED = {  # every other layer sees 128 tokens
-    "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131_072,
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
-}  # fmt: skip
+}
 QWEN3_NEXT = {
-    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 262_144,
-    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
-}  # fmt: skip
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 262_144,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+}
 NEMOTRON_H = {
-    "model_type": "nemotron_h", "num_hidden_layers": 8, "hidden_size": 4480, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "hybrid_override_pattern": "M-M*M-M-",
-    "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 8,
+    "hidden_size": 4480,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "hybrid_override_pattern": "M-M*M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
     "mamba_ssm_cache_dtype": "float32",
-}  # fmt: skip
+}
 
 
 def save(folder: Path, config: dict[str, Any]) -> Path:
@@ -135,13 +171,7 @@ def test_what_is_not_known_is_none_and_not_zero(config: dict[str, Any], tmp_path
 
 
 def test_cards() -> None:
-    assert [smallest_gpu(n) for n in (1, 24 * 10**9, 24 * 10**9 + 1, 192 * 10**9, 193 * 10**9)] == [
-        24,
-        24,
-        32,
-        192,
-        None,
-    ]
+    assert [smallest_gpu(n) for n in (1, 24 * 10**9, 24 * 10**9 + 1, 192 * 10**9, 193 * 10**9)] == [24, 24, 32, 192, None]
 
 
 def test_a_folder_is_measured_with_its_cost(tiny_llama_dir: Path) -> None:

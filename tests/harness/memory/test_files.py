@@ -20,11 +20,7 @@ W4A4 = {
     f"{Q}.input_scale": ("F32", [], 4),
     f"{K}.k_scale": ("F32", [], 4),
 }
-FP8 = {
-    f"{K}.weight": ("F8_E4M3", [8, 32], 256),
-    f"{K}.weight_scale": ("F32", [], 4),
-    f"{K}.input_scale": ("F32", [], 4),
-}
+FP8 = {f"{K}.weight": ("F8_E4M3", [8, 32], 256), f"{K}.weight_scale": ("F32", [], 4), f"{K}.input_scale": ("F32", [], 4)}
 REST = {
     "model.embed_tokens.weight": ("BF16", [10, 32], 640),
     "model.norm.weight": ("F32", [32], 128),
@@ -36,8 +32,13 @@ def test_bytes_by_class_of_a_packed_file(tmp_path: Path, write_safetensors: Writ
     size = write_safetensors(tmp_path / "model.safetensors", {**W4A4, **FP8, **REST})
     data = measure_memory(tmp_path)
     assert data.bytes_by_class == {
-        "fp4_codes": 128, "block_scales": 16, "global_scales": 4 * 5, "fp8": 256, "bf16": 640, "other": 128 + 7,
-    }  # fmt: skip
+        "fp4_codes": 128,
+        "block_scales": 16,
+        "global_scales": 4 * 5,
+        "fp8": 256,
+        "bf16": 640,
+        "other": 128 + 7,
+    }
     assert data.tensor_bytes == sum(data.bytes_by_class.values()) == 1195
     assert data.file_bytes == size > data.tensor_bytes
     assert data.quantized_parameters == 2 * 128
@@ -59,9 +60,7 @@ def test_compressed_tensors_names_count_the_same(tmp_path: Path, write_safetenso
 
 
 def test_uint8_without_scales_is_not_fp4(tmp_path: Path, write_safetensors: Write) -> None:
-    write_safetensors(
-        tmp_path / "model.safetensors", {"a.weight": ("U8", [4], 4), "b.weight": ("BF16", [2], 4)}
-    )  # fmt: skip
+    write_safetensors(tmp_path / "model.safetensors", {"a.weight": ("U8", [4], 4), "b.weight": ("BF16", [2], 4)})
     data = measure_memory(tmp_path)
     assert (data.bytes_by_class["fp4_codes"], data.bytes_by_class["other"], data.parameters) == (0, 4, 2)
 
@@ -80,9 +79,7 @@ def test_shards_of_the_index_and_nothing_else(tmp_path: Path, write_safetensors:
 
 
 @pytest.mark.parametrize(("tied", "parameters"), [(True, 320), (False, 640)])
-def test_a_stored_head_counts_once_when_tied(
-    tmp_path: Path, write_safetensors: Write, tied: bool, parameters: int
-) -> None:
+def test_a_stored_head_counts_once_when_tied(tmp_path: Path, write_safetensors: Write, tied: bool, parameters: int) -> None:
     shape = ("BF16", [10, 32], 640)
     write_safetensors(tmp_path / "model.safetensors", {"model.embed_tokens.weight": shape, "lm_head.weight": shape})
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))

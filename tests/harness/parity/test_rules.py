@@ -33,13 +33,7 @@ def towards(seed: int) -> torch.Tensor:
 
 
 def judged(prompts: list[ParityPrompt], layers: tuple[ParityLayer, ...] = (), **how: Any) -> ParityData:
-    facts = {
-        "dtype": "float32",
-        "device": "cpu",
-        "hides_inputs": False,
-        "reference_": "made up",
-        "log": ["a line"],
-    }
+    facts = {"dtype": "float32", "device": "cpu", "hides_inputs": False, "reference_": "made up", "log": ["a line"]}
     return parity.judge(prompts, list(layers), **{**facts, **how})
 
 
@@ -84,10 +78,12 @@ def test_a_padded_vocabulary_is_compared_as_far_as_both_have_it() -> None:
 @pytest.mark.parametrize(
     ("dtype", "device", "hidden", "strict"),
     [
-        ("float32", "cpu", False, True), ("float32", "cpu", True, False), ("bfloat16", "cpu", False, False),
+        ("float32", "cpu", False, True),
+        ("float32", "cpu", True, False),
+        ("bfloat16", "cpu", False, False),
         ("float32", "cuda", False, False),
     ],
-)  # fmt: skip
+)
 def test_where_every_log_probability_has_to_agree(dtype: str, device: str, hidden: bool, strict: bool) -> None:
     assert parity.must_agree(dtype, device, hidden) is strict
     far = [compared(towards(1), floor=10.0)]

@@ -66,10 +66,7 @@ def test_a_tie_goes_to_the_engine_and_its_numbers_come_out() -> None:
     assert (tiny(ours) - expected).abs().max() > 0.01
     with ties.taken_from(tiny, engine) as found:
         assert torch.equal(tiny(ours), expected)
-    assert (found.taken, found.apart) == (
-        2,
-        None,
-    )  # one block, at q_proj and again at k_proj, which shares q_proj's input
+    assert (found.taken, found.apart) == (2, None)  # one block, at q_proj and again at k_proj, which shares q_proj's input
     assert (tiny(ours) - expected).abs().max() > 0.01  # and no trace is left
 
 

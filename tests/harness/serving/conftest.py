@@ -33,9 +33,7 @@ def play() -> Play:
     whole: the answer is closed as HTTP asks for; otherwise the connection ends after the last event.
     """
 
-    def build(
-        events: Sequence[tuple[float, Any]], *, start_s: float = 100.0, whole: bool = True, **body: Any
-    ) -> Connection:  # fmt: skip
+    def build(events: Sequence[tuple[float, Any]], *, start_s: float = 100.0, whole: bool = True, **body: Any) -> Connection:
         connection = Connection()
         asked = {"prompt": "p", "temperature": 0, "ignore_eos": True, "stream": True, **body}
         connection.sent.add(post(asked), start_s)

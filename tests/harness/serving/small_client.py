@@ -31,8 +31,15 @@ class TinyDriver:
 
     def _one(self, load: Load, prompt: str) -> None:
         connection = http.client.HTTPConnection(urlsplit(load.base_url).netloc, timeout=120)
-        body = {"model": load.model, "prompt": prompt, "max_tokens": load.output_tokens, "temperature": 0,
-                "ignore_eos": True, "stream": True, "stream_options": STREAM_OPTIONS}  # fmt: skip
+        body = {
+            "model": load.model,
+            "prompt": prompt,
+            "max_tokens": load.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": STREAM_OPTIONS,
+        }
         try:
             connection.request("POST", ENDPOINTS[load.endpoint], json.dumps(body))
             connection.getresponse().read()

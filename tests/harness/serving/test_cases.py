@@ -59,11 +59,7 @@ def test_the_first_token_is_neither_the_role_nor_the_first_of_the_answer(play: P
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_a_stream_of_reasoning_alone_has_a_first_token(play: Play, field: str) -> None:
-    stream = [
-        (0.01, delta(role="assistant", content=None)),
-        (0.05, delta(**{field: "hm"}, finish="length")),
-        (0.06, DONE),
-    ]
+    stream = [(0.01, delta(role="assistant", content=None)), (0.05, delta(**{field: "hm"}, finish="length")), (0.06, DONE)]
     request = one(play(stream))
     assert request.ttft_ms == pytest.approx(50)
     assert request.first_answer_ms is None
@@ -144,7 +140,7 @@ FAILURES = {
     "broken off, properly closed": (TOKENS, True, "broke off"),
     "broken off before the first token": ([], False, "broke off"),
     "no JSON": ([*TOKENS, (0.4, "Internal Server Error"), (0.4, DONE)], True, "no JSON"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -232,16 +228,19 @@ EVENTS = {
     "tokens of 5000 digits": ('{"usage": {"completion_tokens": ' + "9" * 5000 + "}}", "5,000 digits"),
     "details that are a string": ('{"usage": {"prompt_tokens_details": "x"}}', "prompt_tokens_details is x"),
     "more cached than sent": (
-        '{"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}', "4 of 3 prompt tokens cached"),
+        '{"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}',
+        "4 of 3 prompt tokens cached",
+    ),
     "a count that falls": (
         '{"choices": [], "usage": {"completion_tokens": 5}}\n\ndata: {"choices": [], "usage": {"completion_tokens": 2}}',
-        "2 tokens after 5"),
+        "2 tokens after 5",
+    ),
     "deep JSON": ("[" * 100_000, "nested too deeply"),
     "a key twice": ('{"choices": [], "choices": []}', "occurs twice"),
     "a number": ("7", "no JSON object"),
     "half an object": ('{"choices": [', "no JSON"),
     "null as an error that is an object": ('{"error": {"message": null}}', "message"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EVENTS)
@@ -258,12 +257,21 @@ def test_an_event_that_is_nonsense_is_a_failure_with_its_reason(name: str) -> No
 
 @pytest.mark.parametrize(
     ("status", "head"),
-    [(b"HTTP/1.1 abc", b"A: b"), (b"HTTP/1.1", b"A: b"), (b"", b"A: b"), (b"HTTP/1.1 99999 OK", b"A: b"),
-     (b"HTTP/1.1 -1 x", b"A: b"),
-     (b"garbage \xff\xfe", b"A: b"), (b"HTTP/1.1 200 OK", b"Content-Length: x"), (b"HTTP/1.1 200 OK", b"Content-Length: -5"),
-     (b"HTTP/1.1 200 OK", b"Content-Length: " + b"9" * 30), (b"HTTP/1.1 200 OK", b"Content-Length: 500"),
-     (b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked"), (b"HTTP/1.1 500 No", b"Content-Length: 9")],
-)  # fmt: skip
+    [
+        (b"HTTP/1.1 abc", b"A: b"),
+        (b"HTTP/1.1", b"A: b"),
+        (b"", b"A: b"),
+        (b"HTTP/1.1 99999 OK", b"A: b"),
+        (b"HTTP/1.1 -1 x", b"A: b"),
+        (b"garbage \xff\xfe", b"A: b"),
+        (b"HTTP/1.1 200 OK", b"Content-Length: x"),
+        (b"HTTP/1.1 200 OK", b"Content-Length: -5"),
+        (b"HTTP/1.1 200 OK", b"Content-Length: " + b"9" * 30),
+        (b"HTTP/1.1 200 OK", b"Content-Length: 500"),
+        (b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked"),
+        (b"HTTP/1.1 500 No", b"Content-Length: 9"),
+    ],
+)
 @pytest.mark.parametrize("body", [b"", b"-5\r\nabc\r\n0\r\n\r\n", b"0x5\r\nabcde\r\n", b"f_f\r\nabc", b"\xff" * 40])
 def test_an_answer_that_is_no_http_is_a_failure(status: bytes, head: bytes, body: bytes) -> None:
     request = one(answered(status, body, head))
@@ -305,9 +313,7 @@ def test_a_server_that_answers_nonsense_costs_its_own_requests_alone(tiny_driver
         ([None] * 4, ""),
     ],
 )
-def test_the_servers_count_of_prompt_tokens_is_used_and_a_difference_is_said(
-    told: list[int | None], warned: str
-) -> None:
+def test_the_servers_count_of_prompt_tokens_is_used_and_a_difference_is_said(told: list[int | None], warned: str) -> None:
     requests = [Request(0.0, n, None, 4, SERVER_USAGE, 1, 100.0, 100.0, 10.0, None, 130.0) for n in told]
     summary = summarize(Cell(2, 64, 4, [Repeat(1.0, requests, None, None, None, 0, 0)]))
     known = [n for n in told if n is not None]
@@ -342,8 +348,10 @@ def test_answers_of_no_or_one_token_have_no_time_per_token(play: Play) -> None:
     assert goodput([cell([request]).repeats[0]], 200, 1).share == 1.0
 
 
-@pytest.mark.parametrize(("n", "q", "there"), [(99, 0.99, False), (100, 0.99, True), (3, 0.99, False), (9, 0.9, False),
-                                               (10, 0.9, True), (1, 0.5, False), (2, 0.5, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "q", "there"),
+    [(99, 0.99, False), (100, 0.99, True), (3, 0.99, False), (9, 0.9, False), (10, 0.9, True), (1, 0.5, False), (2, 0.5, True)],
+)
 def test_a_percentile_needs_requests_and_says_how_many(n: int, q: float, there: bool) -> None:
     found = quantile([float(i) for i in range(n)], q)
     assert found.n == n

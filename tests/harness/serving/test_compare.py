@@ -21,9 +21,7 @@ ENGINE = Engine("vllm", "0.32", "bfloat16", "cpu", "Emulation kernel", True)
 
 
 def request(tpot_ms: float, output: int = 10, ttft_ms: float = 50.0) -> Request:
-    return Request(
-        0.0, 4, None, output, SERVER_USAGE, 1, ttft_ms, ttft_ms, tpot_ms, None, ttft_ms + tpot_ms * (output - 1)
-    )
+    return Request(0.0, 4, None, output, SERVER_USAGE, 1, ttft_ms, ttft_ms, tpot_ms, None, ttft_ms + tpot_ms * (output - 1))
 
 
 def run(tpot_ms: float, tokens: float, output: int = 10) -> Repeat:
@@ -65,9 +63,15 @@ def test_answers_of_another_length_are_not_compared(output: int, refused: bool) 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "refused"),
-    [([4], [4], False), ([4], [5], True), ([100], [101], True), ([100, 102], [101], False), ([100, 102], [120, 110], True),
-     ([None], [4], False)],
-)  # fmt: skip
+    [
+        ([4], [4], False),
+        ([4], [5], True),
+        ([100], [101], True),
+        ([100, 102], [101], False),
+        ([100, 102], [120, 110], True),
+        ([None], [4], False),
+    ],
+)
 def test_prompts_that_the_server_counted_otherwise_are_not_compared(
     theirs: list[int | None], ours: list[int | None], refused: bool
 ) -> None:
@@ -75,9 +79,7 @@ def test_prompts_that_the_server_counted_otherwise_are_not_compared(
         whole = record(arm, [1.0])
         assert isinstance(whole.data, ServingData)
         requests = [dataclasses.replace(request(20.0), input_tokens=n) for n in lengths for _ in range(4)]
-        cells = [
-            dataclasses.replace(whole.data.cells[0], repeats=[dataclasses.replace(run(20.0, 100.0), requests=requests)])
-        ]
+        cells = [dataclasses.replace(whole.data.cells[0], repeats=[dataclasses.replace(run(20.0, 100.0), requests=requests)])]
         return dataclasses.replace(whole, data=dataclasses.replace(whole.data, cells=cells))
 
     records = [counted("bf16", theirs), counted("ptq", ours)]
@@ -97,18 +99,19 @@ def test_an_invalid_cell_is_not_compared() -> None:
     assert isinstance(data, ServingData)
     repeats = [dataclasses.replace(r, requests=[*r.requests, bad]) for r in data.cells[0].repeats]
     cells = [dataclasses.replace(data.cells[0], repeats=repeats)]
-    comparison = compare(
-        [record("bf16", [1.0]), dataclasses.replace(broken, data=dataclasses.replace(data, cells=cells))]
-    )
+    comparison = compare([record("bf16", [1.0]), dataclasses.replace(broken, data=dataclasses.replace(data, cells=cells))])
     assert comparison.serving_ratio == {"ptq": {}}
     assert any("1 of 5 requests failed" in note and "engine died" in note for note in comparison.not_compared)
 
 
-@pytest.mark.parametrize(("changes", "named"), [
-    ({"engine": dataclasses.replace(ENGINE, device="cuda:0")}, "device (cpu, cuda:0)"),
-    ({"engine": dataclasses.replace(ENGINE, name="trtllm")}, "engine (vllm, trtllm)"),
-    ({"settings": {"seed": 1}}, "seed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": dataclasses.replace(ENGINE, device="cuda:0")}, "device (cpu, cuda:0)"),
+        ({"engine": dataclasses.replace(ENGINE, name="trtllm")}, "engine (vllm, trtllm)"),
+        ({"settings": {"seed": 1}}, "seed"),
+    ],
+)
 def test_other_conditions_are_no_ratio_and_are_named(changes: dict[str, Any], named: str) -> None:
     comparison = compare([record("bf16", [1.0]), record("ptq", [2.0], **changes)])
     assert comparison.serving_ratio == {}
@@ -126,11 +129,17 @@ def asked(concurrency: int | None = 4, arrival: Arrival | None = None, tokens: i
 
 
 LOADS = [
-    asked(), asked(8), asked(None, Arrival(2.0, "constant")), asked(None, Arrival(2.0, "Poisson")),
-    asked(None, Arrival(2.0, "gamma, burstiness 0.5")), asked(None, Arrival(2.0000001, "constant")),
-    asked(4, Arrival(2.0, "constant")), asked(None, Arrival(None, "all at once")),
-    asked(None, Arrival(None, "linear ramp from 1 to 8 requests/s")), asked(tokens=20),
-]  # fmt: skip
+    asked(),
+    asked(8),
+    asked(None, Arrival(2.0, "constant")),
+    asked(None, Arrival(2.0, "Poisson")),
+    asked(None, Arrival(2.0, "gamma, burstiness 0.5")),
+    asked(None, Arrival(2.0000001, "constant")),
+    asked(4, Arrival(2.0, "constant")),
+    asked(None, Arrival(None, "all at once")),
+    asked(None, Arrival(None, "linear ramp from 1 to 8 requests/s")),
+    asked(tokens=20),
+]
 
 
 @pytest.mark.parametrize("ours", range(len(LOADS)))
@@ -161,8 +170,10 @@ def test_pareto_points_that_are_beaten_in_both_are_marked() -> None:
     whole = dataclasses.replace(record("bf16", [1.0]), data=ServingData("d", "completions", cells))
     (points,) = pareto(whole).values()
     assert [(p.cell.concurrency, p.tokens_per_s, p.tpot_ms, p.efficient) for p in points] == [
-        (1, 50.0, 10.0, True), (4, 150.0, 12.0, True), (8, 140.0, 30.0, False),
-    ]  # fmt: skip
+        (1, 50.0, 10.0, True),
+        (4, 150.0, 12.0, True),
+        (8, 140.0, 30.0, False),
+    ]
 
 
 def test_the_figure_names_rates_as_rates() -> None:
@@ -203,8 +214,9 @@ def test_compare_writes_and_prints_it(tmp_path: Path) -> None:
 
     for arm, speeds in (("bf16", [1.0, 1.1, 0.9]), ("ptq", [2.0, 2.2, 1.8])):
         write(record(arm, speeds), tmp_path / arm / "serving.json")
-    artifact, said = compare_arms([str(tmp_path / "bf16"), str(tmp_path / "ptq")], tmp_path / "out", margin=0.01,
-                                  policy="drop-1pct")  # fmt: skip
+    artifact, said = compare_arms(
+        [str(tmp_path / "bf16"), str(tmp_path / "ptq")], tmp_path / "out", margin=0.01, policy="drop-1pct"
+    )
     speed = next(line for line in said.splitlines() if "relative to BF16" in line)
     assert "2.00 ×" in speed  # noqa: RUF001
     assert not said.startswith("  BF16")  # no head of a summary without rows

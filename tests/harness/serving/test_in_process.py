@@ -34,9 +34,7 @@ class SlowModel(torch.nn.Module):
         self.steps: list[tuple[int, ...]] = []
         self.cached = 0
 
-    def forward(
-        self, input_ids: Tensor, use_cache: bool, past_key_values: Any = None, logits_to_keep: int = 0
-    ) -> Any:  # fmt: skip
+    def forward(self, input_ids: Tensor, use_cache: bool, past_key_values: Any = None, logits_to_keep: int = 0) -> Any:
         assert use_cache
         assert logits_to_keep == 1
         if past_key_values is None:
@@ -88,11 +86,7 @@ def test_arms_are_interleaved_on_the_same_prompts(clock: Clock) -> None:
     assert ticks == [1] * 6
     for i in range(3):
         assert torch.equal(models["a"].prompts[i], models["c"].prompts[i])
-    assert {n: d.points[0].tokens_per_s for n, d in measured.items()} == {
-        "a": [2.0] * 2,
-        "b": [4.0] * 2,
-        "c": [8.0] * 2,
-    }
+    assert {n: d.points[0].tokens_per_s for n, d in measured.items()} == {"a": [2.0] * 2, "b": [4.0] * 2, "c": [8.0] * 2}
 
 
 def test_a_real_model_decodes_what_generate_decodes(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +106,7 @@ def test_a_real_model_decodes_what_generate_decodes(tiny: LoadedModel, monkeypat
     assert all(rate > 0 for point in points.points for rate in point.tokens_per_s)
     prompt, *steps = fed[3:]  # a prefill and two steps of warm-up come before
     expected = tiny.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=9,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     assert len(steps) == 8
     assert torch.equal(torch.cat(steps, dim=1), expected[:, 6:14])

@@ -58,9 +58,7 @@ class Arms:
 @pytest.fixture(autouse=True)
 def _no_overhead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "overhead" not in request.node.name:
-        monkeypatch.setattr(
-            sweep._Bench, "overhead", lambda self, concurrency: Overhead(concurrency, None, None, None, 0)
-        )
+        monkeypatch.setattr(sweep._Bench, "overhead", lambda self, concurrency: Overhead(concurrency, None, None, None, 0))
 
 
 def measure(arms: Arms, plan: Plan, driver: Any, words: Any, names: str = "bf16") -> dict[str, ServingData]:
@@ -208,10 +206,14 @@ def test_another_kernel_after_a_restart_is_an_error(tiny_driver: Any, words: Any
         measure_serving({"bf16": start, "ptq": start}, Plan([1], [6], [4], 2, 2), tiny_driver, Path(), tokenizer=words)
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    (Plan([0], [6], [4]), "at least 1"), (Plan([4], [6], [4], requests=3), "never keep 4"),
-    (Plan([1], [6], [4], repeats=0), "at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan([0], [6], [4]), "at least 1"),
+        (Plan([4], [6], [4], requests=3), "never keep 4"),
+        (Plan([1], [6], [4], repeats=0), "at least 1"),
+    ],
+)
 def test_plans_that_cannot_be_measured(plan: Plan, message: str, tiny_driver: Any, words: Any) -> None:
     with pytest.raises(UsageError, match=message):
         measure_serving({"bf16": Arms().start("bf16")}, plan, tiny_driver, Path(), tokenizer=words)

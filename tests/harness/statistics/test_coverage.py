@@ -24,9 +24,7 @@ def least(level: float, simulations: int = SIMULATIONS) -> float:
     return level - 3 * math.sqrt(level * (1 - level) / simulations)
 
 
-def draw(
-    rng: np.random.Generator, n: int, repeats: int, right: float, noise: float, shift: float
-) -> tuple[Floats, Floats, Ints]:
+def draw(rng: np.random.Generator, n: int, repeats: int, right: float, noise: float, shift: float) -> tuple[Floats, Floats, Ints]:
     """Scores of two arms [n * repeats] and clusters. With repeats each answer has noise of its own in both arms."""
     items = rng.standard_normal(n) + ndtri(right) * math.sqrt(1 + noise**2)
     cluster = np.repeat(np.arange(n), repeats)
@@ -112,9 +110,7 @@ TENFOLD = [0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.0
     [(0, 0.0, 0.0), (0, 0.0, 0.03), (5, 0.03, 0.0), (5, 0.06, 0.0), (5, 0.1, 0.0)],
     ids=["alike", "scattered", "near", "three-errors", "far"],
 )
-@pytest.mark.parametrize(
-    "errors", [[0.02] * 11, TENFOLD, [0.02, 0.035, 0.08, 0.02, 0.05]], ids=["equal", "tenfold", "five"]
-)
+@pytest.mark.parametrize("errors", [[0.02] * 11, TENFOLD, [0.02, 0.035, 0.08, 0.02, 0.05]], ids=["equal", "tenfold", "five"])
 def test_the_median_of_a_suite_covers(
     errors: list[float], lower: int, apart: float, scatter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,13 +49,12 @@ def found(source: Checkpoint, policy: str, windows: Windows | None = None, model
     return calibrate(model or load_model(source, "float32", "cpu"), selection, windows or text(), kv_cache=policy)
 
 
-def export(
-    source: Checkpoint, root: Path, policy: str, layout: str = "modelopt", exclude: tuple[str, ...] = ()
-) -> Path:
+def export(source: Checkpoint, root: Path, policy: str, layout: str = "modelopt", exclude: tuple[str, ...] = ()) -> Path:
     selection = select(load_skeleton(source), "W4A16_NVFP4", exclude=exclude)
     scales = calibrate(load_model(source, "float32", "cpu"), selection, text(), kv_cache=policy).kv_scales
-    run_stage("arm", root / "arm", {}, {}, lambda f: write_arm(
-        f, "ptq", source, selection, {}, kv_scales=scales, kv_cache=policy))  # fmt: skip
+    run_stage(
+        "arm", root / "arm", {}, {}, lambda f: write_arm(f, "ptq", source, selection, {}, kv_scales=scales, kv_cache=policy)
+    )
     export_arm(root / "arm", root / "out", layout=layout)
     return root / "out"
 
@@ -75,9 +74,7 @@ def test_the_scales_are_those_of_what_goes_into_the_cache(source: Checkpoint) ->
         cache = model(text().input_ids_ST, use_cache=True).past_key_values
     for number, attention in enumerate(ATTENTIONS):
         for letter, stored in (("k", cache.layers[number].keys), ("v", cache.layers[number].values)):
-            assert scales[f"{attention}.{letter}_scale"].item() * 448 == pytest.approx(
-                stored.abs().max().item(), rel=1e-5
-            )
+            assert scales[f"{attention}.{letter}_scale"].item() * 448 == pytest.approx(stored.abs().max().item(), rel=1e-5)
 
 
 def test_scales_differ_between_layers_and_none_is_the_default(make_llama: Callable[..., Path], tmp_path: Path) -> None:
@@ -111,9 +108,7 @@ def test_policies() -> None:
     assert kv_scales(amax, ["a"], "calibrated")["a.k_scale"] == 2.0
     assert kv_scales(amax, ["a"], "calibrated")["a.v_scale"] == torch.tensor(4.48) / 448
     assert [s.item() for s in kv_scales(amax, ["a"], "at_least_one").values()] == [2.0, 1.0]
-    assert (
-        kv_scales({**amax, "a.v_scale": torch.zeros(())}, ["a"], "calibrated")["a.v_scale"] == torch.tensor(1.0) / 448
-    )
+    assert kv_scales({**amax, "a.v_scale": torch.zeros(())}, ["a"], "calibrated")["a.v_scale"] == torch.tensor(1.0) / 448
     with pytest.raises(SourceError, match="damaged"):
         kv_scales({**amax, "a.k_scale": torch.tensor(float("nan"))}, ["a"], "calibrated")
     with pytest.raises(SourceError, match=r"never saw what b\.k_scale"):
@@ -187,24 +182,29 @@ def test_an_arm_that_lacks_a_scale_is_not_exported(source: Checkpoint, tmp_path:
     selection = select(load_skeleton(source), "W4A16_NVFP4")
     scales = found(source, "calibrated").kv_scales
     scales.pop("model.layers.1.self_attn.v_scale")
-    run_stage("arm", tmp_path / "arm", {}, {}, lambda f: write_arm(
-        f, "ptq", source, selection, {}, kv_scales=scales, kv_cache="calibrated"))  # fmt: skip
+    run_stage(
+        "arm",
+        tmp_path / "arm",
+        {},
+        {},
+        lambda f: write_arm(f, "ptq", source, selection, {}, kv_scales=scales, kv_cache="calibrated"),
+    )
     assert open_arm(tmp_path / "arm").kv_scales.keys() == scales.keys()
     with pytest.raises(ArtifactError, match=r"no usable model\.layers\.1\.self_attn\.v_scale"):
         export_arm(tmp_path / "arm", tmp_path / "out")
 
 
 def test_a_recipe_that_casts_is_warned_about(source: Checkpoint, tmp_path: Path) -> None:
-    lines = (
-        f"{i}: the river runs past {i} old mills and under a stone bridge, {i} boats on it.\n\n" for i in range(200)
-    )
+    lines = (f"{i}: the river runs past {i} old mills and under a stone bridge, {i} boats on it.\n\n" for i in range(200))
     (tmp_path / "text.txt").write_text("".join(lines))
     data = str(tmp_path / "text.txt")
     recipe = {
-        "model": str(source.folder), "dtype": "float32", "quantize": {"kv_cache": "cast"},
+        "model": str(source.folder),
+        "dtype": "float32",
+        "quantize": {"kv_cache": "cast"},
         "calibrate": {"data": data, "samples": 2, "seq_len": 16},
         "train": {"data": data, "tokens": 64, "seq_len": 16},
-    }  # fmt: skip
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     with pytest.warns(UserWarning, match=r"kv_cache is cast: no scales"):
         prepare(load_recipe(str(tmp_path / "recipe.yaml"), []))

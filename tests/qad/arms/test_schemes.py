@@ -64,9 +64,7 @@ def trained_arm(source: Checkpoint, folder: Path, scheme: dict[str, Any]) -> Arm
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
-def exported(
-    request: pytest.FixtureRequest, source: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Arm, Path]:
+def exported(request: pytest.FixtureRequest, source: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arm, Path]:
     folder = tmp_path_factory.mktemp("law")
     arm = trained_arm(source, folder / "arm", SCHEMES[request.param])
     export_arm(arm.folder, folder / "out")
@@ -95,9 +93,7 @@ def test_every_tensor_decodes_to_the_fake_quantized_master(exported: tuple[Arm, 
             weight, scale = stored[f"{module}.weight"], stored[f"{module}.weight_scale"]
             decoded, fake = fp8.dequantize(fp8.Fp8Tensor(weight, scale)), fp8.fake_quantize(master, scale)
         else:
-            q = nvfp4.QuantizedTensor(
-                *(stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2"))
-            )
+            q = nvfp4.QuantizedTensor(*(stored[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")))
             decoded, fake = nvfp4.dequantize(q), nvfp4.fake_quantize(master, q.global_scale)
         assert torch.equal(bits(decoded), bits(fake))
         assert torch.equal(bits(decoded), bits(deployed))
@@ -139,9 +135,7 @@ def test_the_chunked_loss_of_a_quantized_head_is_the_models_own(exported: tuple[
     model, batch = student.model, windows()
     head = Head.of(model)
     ids, labels = batch.input_ids_ST, batch.labels_ST.flatten()
-    loss = chunked_loss(
-        model.base_model(ids).last_hidden_state.flatten(0, 1), head, NoTeacher(), labels, cross_entropy, 7
-    )
+    loss = chunked_loss(model.base_model(ids).last_hidden_state.flatten(0, 1), head, NoTeacher(), labels, cross_entropy, 7)
     loss.backward()
     ours = {name: master.grad.clone() for name, master in student.masters.items() if master.grad is not None}
     for master in student.masters.values():
@@ -230,9 +224,7 @@ def test_the_first_matching_pattern_decides_and_json_keeps_it(source: Checkpoint
     ],
     ids=["part of a group", "misspelt", "excluded"],
 )
-def test_formats_that_no_engine_could_load_are_refused(
-    source: Checkpoint, formats: dict[str, str], message: str
-) -> None:
+def test_formats_that_no_engine_could_load_are_refused(source: Checkpoint, formats: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         select(load_skeleton(source), "NVFP4", formats=formats)
 
@@ -293,15 +285,11 @@ def test_nvfp4_without_input_activations_is_weight_only(source: Checkpoint, tmp_
 
 
 @pytest.mark.parametrize("exported", ["mixed"], indirect=True)
-def test_a_module_that_is_not_listed_or_listed_as_something_else_is_refused(
-    exported: tuple[Arm, Path], tmp_path: Path
-) -> None:
+def test_a_module_that_is_not_listed_or_listed_as_something_else_is_refused(exported: tuple[Arm, Path], tmp_path: Path) -> None:
     _, out = exported
     module = "model.layers.1.self_attn.q_proj"
     unlisted = changed(out, tmp_path / "unlisted", lambda q: q["quantized_layers"].pop(module))
-    other = changed(
-        out, tmp_path / "other", lambda q: q["quantized_layers"].update({module: {"quant_algo": "W4A16_NVFP4"}})
-    )
+    other = changed(out, tmp_path / "other", lambda q: q["quantized_layers"].update({module: {"quant_algo": "W4A16_NVFP4"}}))
     empty = changed(out, tmp_path / "empty", lambda q: q.update(quantized_layers={}))
     unknown = changed(out, tmp_path / "unknown", lambda q: q["quantized_layers"].update({"a": {"quant_algo": "INT8"}}))
     for folder, message in (

@@ -13,8 +13,14 @@ from qad.model.families import DEFAULT
 
 
 def llama(**overrides: int | bool) -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 12,
-             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides}))
 
@@ -24,11 +30,13 @@ class Toy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.ModuleDict({
-            "vision_tower": nn.ModuleDict({"fc1": nn.Linear(72, 40)}),
-            "mlp": nn.ModuleDict({"gate": nn.Linear(32, 4), "gate_proj": nn.Linear(32, 48), "up_proj": nn.Linear(32, 48)}),
-            "odd": nn.Linear(40, 32),
-        })  # fmt: skip
+        self.model = nn.ModuleDict(
+            {
+                "vision_tower": nn.ModuleDict({"fc1": nn.Linear(72, 40)}),
+                "mlp": nn.ModuleDict({"gate": nn.Linear(32, 4), "gate_proj": nn.Linear(32, 48), "up_proj": nn.Linear(32, 48)}),
+                "odd": nn.Linear(40, 32),
+            }
+        )
         self.lm_head = nn.Linear(32, 64)
 
 
@@ -58,8 +66,7 @@ def test_an_exclude_pattern_is_a_glob_on_the_full_name() -> None:
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_module() -> None:
     with pytest.raises(
-        UsageError,
-        match=r"'model.layers.0.mlp.down_prj' matches no module; nearest is 'model.layers.\d+.mlp.down_proj'",
+        UsageError, match=r"'model.layers.0.mlp.down_prj' matches no module; nearest is 'model.layers.\d+.mlp.down_proj'"
     ):
         select(llama(), "NVFP4", exclude=["model.layers.0.mlp.down_prj"])
 
@@ -86,5 +93,9 @@ def test_a_selection_survives_json() -> None:
 def test_scale_groups_pair_siblings_of_one_parent_only() -> None:
     names = ["a.0.k_proj", "a.1.q_proj", "a.0.q_proj", "a.0.o_proj", "a.0.v_proj", "e.0.w1", "e.0.w2", "e.0.w3"]
     assert DEFAULT.scale_groups(names) == [
-        ("a.0.k_proj", "a.0.q_proj", "a.0.v_proj"), ("a.1.q_proj",), ("a.0.o_proj",), ("e.0.w1", "e.0.w3"), ("e.0.w2",),
-    ]  # fmt: skip
+        ("a.0.k_proj", "a.0.q_proj", "a.0.v_proj"),
+        ("a.1.q_proj",),
+        ("a.0.o_proj",),
+        ("e.0.w1", "e.0.w3"),
+        ("e.0.w2",),
+    ]

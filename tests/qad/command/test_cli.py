@@ -58,9 +58,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: qad {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["nonsense"], ["check"], ["run", "x"], ["export", "a", "--out", "b", "--layout", "gguf"]]
-)
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["check"], ["run", "x"], ["export", "a", "--out", "b", "--layout", "gguf"]])
 def test_bad_usage_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(argv)
@@ -98,9 +96,7 @@ def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) ->
         (["compare", "x", "--out", "y", "--margin", "nan"], "expected a share between 0 and 1"),
     ],
 )
-def test_an_argument_that_is_no_path_or_count(
-    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_that_is_no_path_or_count(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(command)
     assert stopped.value.code == 2
@@ -115,20 +111,13 @@ def test_an_argument_that_is_no_path_or_count(
         (["memory", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is of an engine"),
         (["memory", "x", "--out", "y", "--engine-option=--a"], "--engine-option is of an engine"),
         (["parity", "x", "--out", "y", "--max-model-len", "64"], "--max-model-len is not parity's to give"),
-        (
-            ["throughput", "x", "--out", "y", "--server", "http://127.0.0.1:1", "--python", "p"],
-            "--python is of an engine",
-        ),
+        (["throughput", "x", "--out", "y", "--server", "http://127.0.0.1:1", "--python", "p"], "--python is of an engine"),
         (["accuracy", "x", "--out", "y", "--served-model", "m"], "--served-model is of a server"),
         (["throughput", "x", "--out", "y", "--isl", "16"], "--isl is of a server's speed"),
     ],
 )
 def test_an_option_that_would_be_passed_over_and_a_record_that_cannot_be_written(
-    command: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")

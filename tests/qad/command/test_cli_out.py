@@ -48,11 +48,20 @@ COMMANDS = {
 }
 # Folders that a command only reads, by its arguments or by what lies in these.
 READ = {
-    "run": ["model", "larger"], "ptq": ["model", "larger"], "train": ["model", "larger", "given/ptq"], "export": ["arm", "model"],
-    "convert": ["checkpoint"], "fix": ["checkpoint", "arm"], "compare": ["results"], "memory": ["model"], "accuracy": ["model"],
-    "fidelity": ["model"], "throughput": ["model"], "parity": ["model"],
+    "run": ["model", "larger"],
+    "ptq": ["model", "larger"],
+    "train": ["model", "larger", "given/ptq"],
+    "export": ["arm", "model"],
+    "convert": ["checkpoint"],
+    "fix": ["checkpoint", "arm"],
+    "compare": ["results"],
+    "memory": ["model"],
+    "accuracy": ["model"],
+    "fidelity": ["model"],
+    "throughput": ["model"],
+    "parity": ["model"],
     "validate": ["model", "checkpoint"],
-}  # fmt: skip
+}
 ARGUMENTS = {
     **COMMANDS,
     "train": ["train", "recipe.yaml", "--ptq", "given/ptq"],
@@ -135,7 +144,7 @@ def refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -
         (" ".join(COMMANDS), "/proc/out", "/proc/out cannot be written"),
         ("run ptq train export convert compare", "..", "would overwrite or lie inside the "),
     ],
-)  # fmt: skip
+)
 def test_a_place_that_cannot_work_costs_nothing(
     commands: str, out: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,17 +211,11 @@ def test_a_link_that_leads_nowhere_is_refused(command: str, place: Path, capsys:
     for out in ("loop", "ring", "dangling", "loop/out", "dangling/deep/out"):
         message = f"{out} cannot be used: {out.partition('/')[0]} is a symbolic link to "
         refused([*ARGUMENTS[command], "--fix" if command == "fix" else "--out", out], message, capsys)
-    refused(
-        [*ARGUMENTS[command], "--fix" if command == "fix" else "--out", "x" * 300],
-        "cannot be used (File name too",
-        capsys,
-    )
+    refused([*ARGUMENTS[command], "--fix" if command == "fix" else "--out", "x" * 300], "cannot be used (File name too", capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_link_that_leads_somewhere_is_followed_once(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_leads_somewhere_is_followed_once(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sees the place itself, so that everything it leaves lies there."""
     (place / "disk" / "empty").mkdir(parents=True)
     (place / "disk" / "record.json").write_text("")

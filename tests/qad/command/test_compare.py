@@ -24,9 +24,16 @@ LOSS = {"bf16": 0.0, "ptq": 0.35, "qad": 0.1}
 
 def record(arm: str, data: Data, **changes: Any) -> Record:
     fields: dict[str, Any] = {
-        "arm": arm, "model": "tiny", "checkpoint": f"hash-{arm}", "engine": ENGINE, "settings": {"seed": 0},
-        "provenance": {}, "created": "2026-01-01T00:00:00Z", "seconds": 1.0, "data": data,
-    }  # fmt: skip
+        "arm": arm,
+        "model": "tiny",
+        "checkpoint": f"hash-{arm}",
+        "engine": ENGINE,
+        "settings": {"seed": 0},
+        "provenance": {},
+        "created": "2026-01-01T00:00:00Z",
+        "seconds": 1.0,
+        "data": data,
+    }
     return Record(**{**fields, **changes})
 
 
@@ -36,9 +43,16 @@ def task(name: str, arm: str, n: int = 400, **changes: Any) -> TaskScore:
     scores = (margin + LOSS[arm] * (noise - 0.4) > 0).astype(float)
     items = [Item(f"d{i}", f"p{i}", f"t{i}", f"c{i}", s) for i, s in enumerate(scores.tolist())]
     fields: dict[str, Any] = {
-        "task": name, "version": "1", "metric": "acc", "filter": "none", "n_shot": 0, "higher_is_better": True,
-        "chance": 0.25, "limit": None, "items": items,
-    }  # fmt: skip
+        "task": name,
+        "version": "1",
+        "metric": "acc",
+        "filter": "none",
+        "n_shot": 0,
+        "higher_is_better": True,
+        "chance": 0.25,
+        "limit": None,
+        "items": items,
+    }
     return TaskScore(**{**fields, **changes})
 
 
@@ -72,9 +86,7 @@ def test_compare_writes_a_folder_that_gate_and_report_read(tmp_path: Path, capsy
     for part in ("Median recovery", "Worst benchmark", "QAD minus PTQ", "PAIRED", "QAD AGAINST PTQ", "exact McNemar"):
         assert part in text.replace("PTQ AGAINST BF16", "PAIRED PTQ AGAINST BF16")
     comparison = json.loads((out / "comparison.json").read_text())
-    assert comparison == to_json(compare(arms())) | {"arms": ["bf16", "ptq", "qad"]} or from_json(
-        comparison
-    ) == compare(arms())
+    assert comparison == to_json(compare(arms())) | {"arms": ["bf16", "ptq", "qad"]} or from_json(comparison) == compare(arms())
     assert comparison["memory_ratio"]["qad"]["value"] == 0.35
     assert {p.name for p in (out / "report").iterdir()} == {"report.html", "report.md", "report.json", "tables"}
     assert not list(tmp_path.rglob("*.partial"))
@@ -103,9 +115,7 @@ def test_the_reports_verdict_is_the_gates(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("ptq", "code", "word"), [(0, 0, "PASS"), (4000, 1, "FAIL"), (40, 3, "INCONCLUSIVE")])
-def test_exit_codes_of_the_gate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ptq: int, code: int, word: str
-) -> None:
+def test_exit_codes_of_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], ptq: int, code: int, word: str) -> None:
     """Of 20,000 items BF16 gets 16,000; PTQ loses `ptq` of them and wins nothing. 40 of 4,000 are decided by few."""
     n = 4000 if ptq == 40 else 20_000
     right = n * 4 // 5
@@ -145,20 +155,24 @@ def test_runs_that_are_not_comparable_are_refused_and_every_difference_is_named(
     base = record("bf16", AccuracyData([task("facts", "bf16", protocol={"chat_template_sha": "a", "gen": {"t": 0}})]))
     other = record(
         "ptq",
-        AccuracyData([
-            task("facts", "ptq", version="2", n_shot=1, limit=400, protocol={"chat_template_sha": "b", "gen": {"t": 1}})
-        ]),
-        settings={"seed": 1}, engine=dataclasses.replace(ENGINE, name="vllm"),
-    )  # fmt: skip
+        AccuracyData(
+            [task("facts", "ptq", version="2", n_shot=1, limit=400, protocol={"chat_template_sha": "b", "gen": {"t": 1}})]
+        ),
+        settings={"seed": 1},
+        engine=dataclasses.replace(ENGINE, name="vllm"),
+    )
     out = tmp_path / "out"
     assert main(["compare", *write(tmp_path, [base, other]), "--out", str(out)]) == 2
     error = capsys.readouterr().err
     for part in (
-        "version under filter none (bf16 1, ptq 2)", "n_shot under filter none (bf16 0, ptq 1)",
-        "limit under filter none (bf16 None, ptq 400)", "seed (bf16 0, ptq 1)",
-        "chat_template_sha under filter none (bf16 a, ptq b)", "gen.t under filter none (bf16 0, ptq 1)",
+        "version under filter none (bf16 1, ptq 2)",
+        "n_shot under filter none (bf16 0, ptq 1)",
+        "limit under filter none (bf16 None, ptq 400)",
+        "seed (bf16 0, ptq 1)",
+        "chat_template_sha under filter none (bf16 a, ptq b)",
+        "gen.t under filter none (bf16 0, ptq 1)",
         "engine (bf16 transformers 5.24, ptq vllm 5.24)",
-    ):  # fmt: skip
+    ):
         assert part in error
     assert len(error.splitlines()) == 1
     assert not out.exists()
@@ -221,11 +235,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         (("seconds",), True, "record.seconds: Input should be a valid number, got True"),
         (("data", "tasks", 0, "items", 2, "score"), "\ud800", "data is no JSON: "),
         (("data", "tasks"), "facts", "data.tasks: Input should be a valid array, got 'facts'"),
-        (
-            ("data", "tasks", 0, "items", 2, "score"),
-            None,
-            "data.tasks[0].items[2].score: Input should be a valid number",
-        ),
+        (("data", "tasks", 0, "items", 2, "score"), None, "data.tasks[0].items[2].score: Input should be a valid number"),
         (("data", "tasks", 0, "n_shot"), 0.5, "data.tasks[0].n_shot: Input should be a valid integer, got 0.5"),
     ],
 )

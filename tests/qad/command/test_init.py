@@ -13,8 +13,10 @@ from qad.command.cli import main
 
 
 def chats(path: Path, count: int) -> Path:
-    rows = ({"messages": [{"role": "user", "content": f"How many {i}?"}, {"role": "assistant", "content": f"{i} and " * 20}]}
-            for i in range(count))  # fmt: skip
+    rows = (
+        {"messages": [{"role": "user", "content": f"How many {i}?"}, {"role": "assistant", "content": f"{i} and " * 20}]}
+        for i in range(count)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -35,9 +37,7 @@ def test_the_recipe_plans_as_it_is(tiny_llama_dir: Path, tmp_path: Path, capsys:
     assert "exists: choose another file" in capsys.readouterr().err
 
 
-def test_it_goes_by_the_machine_that_is_named(
-    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_by_the_machine_that_is_named(tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = chats(tmp_path / "chats.jsonl", 200)
     assert main(["init", "--model", str(tiny_llama_dir), "--data", str(data), "--gpu", "h200", "--gpus", "8"]) == 0
     assert "here are 1128 GB" in capsys.readouterr().out

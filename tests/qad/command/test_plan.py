@@ -20,8 +20,12 @@ from qad.training.stages import ptq_arm
 
 def recipe(model: Path, **train: object) -> dict[str, object]:
     settings = {"data": "python-docs", "tokens": 1024, "seq_len": 32, "batch_size": 4, **train}
-    return {"model": str(model), "dtype": "float32", "calibrate": {"data": "python-docs", "samples": 4, "seq_len": 32},
-            "train": settings}  # fmt: skip
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "calibrate": {"data": "python-docs", "samples": 4, "seq_len": 32},
+        "train": settings,
+    }
 
 
 def run_plan(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
@@ -31,9 +35,7 @@ def run_plan(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], *ove
     return capsys.readouterr().out
 
 
-def test_the_plan_says_what_the_run_does(
-    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_says_what_the_run_does(tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run_plan(tiny_llama_dir, tmp_path, capsys, "train.method=[qat, qad]")
     assert "14 Linears" in out
     assert "text   train: 1,024 tokens (1,024 of python-docs)" in out
@@ -73,9 +75,13 @@ def test_frozen_parameters_take_no_gradient_memory(
     ],
 )
 def test_what_the_run_could_not_measure_is_said_before(
-    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    override: str, message: str,
-) -> None:  # fmt: skip
+    tiny_llama_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    message: str,
+) -> None:
     monkeypatch.setenv("QAD_VLLM_PYTHON", "absent")
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe(tiny_llama_dir)))
@@ -104,8 +110,17 @@ def opt_dir(make_tokenizer: Callable[[Path], Any], tmp_path_factory: pytest.Temp
     """A tiny OPT of 16 learned positions."""
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "word_embed_proj_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     folder = tmp_path_factory.mktemp("opt")
     OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=16)).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer(folder)
@@ -121,9 +136,11 @@ def test_more_positions_than_the_model_has_are_refused_wherever_they_are_asked_f
         "train.seq_len 32": ["calibrate.seq_len=16"],
         "measure.fidelity.seq_len 17": [*short, "measure.fidelity={data: python-docs, seq_len: 17}"],
         "measure.fidelity.prompt_tokens + new_tokens 18": [
-            *short, "measure.fidelity={data: python-docs, seq_len: 16, prompt_tokens: 8, new_tokens: 10}"],
+            *short,
+            "measure.fidelity={data: python-docs, seq_len: 16, prompt_tokens: 8, new_tokens: 10}",
+        ],
         "measure.throughput.input_tokens + output_tokens 17": [*short, "measure.throughput={input_tokens: 16, output_tokens: 1}"],
-    }  # fmt: skip
+    }
     for key, overrides in asked.items():
         assert f"{key} is more than the 16 positions" in refused(opt_dir, tmp_path, capsys, *overrides)
 

@@ -9,45 +9,77 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    NemotronHConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, NemotronHConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from qad.command.cli import main
 from qad.command.planning.scale import GPUS, Shape, config_alone, config_shape, flops, need, scale_lines, utilization
 from qad.numerics.linear import wrap_linears
 from qad.recipes.recipe import Recipe, Train
 
-SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 96,
+}
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "scale.md"
 _BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 _PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _LONG = {"max_position_embeddings": 131072, "tie_word_embeddings": False}
 LARGE = {
     "8B dense": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, **_LONG),
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        **_LONG,
+    ),
     "30B-A3B hybrid mixture": NemotronHConfig(
-        hidden_size=2688, layers_block_type=[_BLOCKS[c] for c in _PATTERN], num_attention_heads=32, num_key_value_heads=2,
-        head_dim=128, vocab_size=131072, intermediate_size=1856, moe_intermediate_size=1856,
-        moe_shared_expert_intermediate_size=3712, n_routed_experts=128, num_experts_per_tok=6, mamba_num_heads=64,
-        mamba_head_dim=64, n_groups=8, ssm_state_size=128, **_LONG),
+        hidden_size=2688,
+        layers_block_type=[_BLOCKS[c] for c in _PATTERN],
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=131072,
+        intermediate_size=1856,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        n_groups=8,
+        ssm_state_size=128,
+        **_LONG,
+    ),
     "253B dense": LlamaConfig(
-        hidden_size=16384, intermediate_size=53248, num_hidden_layers=78, num_attention_heads=128, num_key_value_heads=8,
-        vocab_size=128256, **_LONG),
-}  # fmt: skip
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=78,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        **_LONG,
+    ),
+}
 SIZE = {"8B dense": (8.03e9, 7.50e9), "30B-A3B hybrid mixture": (31.6e9, 3.2e9), "253B dense": (253e9, 251e9)}
 
 
 def recipe(folder: Path, **train: Any) -> dict[str, Any]:
-    settings = {"data": "python-docs", "tokens": 10**9, "seq_len": 8192, "batch_size": 256, "micro_batch_size": 1,
-                "activation_checkpointing": True, **train}  # fmt: skip
+    settings = {
+        "data": "python-docs",
+        "tokens": 10**9,
+        "seq_len": 8192,
+        "batch_size": 256,
+        "micro_batch_size": 1,
+        "activation_checkpointing": True,
+        **train,
+    }
     return {"model": str(folder), "dtype": "bfloat16", "calibrate": {"data": "python-docs"}, "train": settings}
 
 
@@ -69,9 +101,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # --- against torch ---
 
 
-@pytest.mark.parametrize(
-    "config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES, tie_word_embeddings=True)], ids=["llama", "qwen3"]
-)
+@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES, tie_word_embeddings=True)], ids=["llama", "qwen3"])
 def test_parameters_are_counted_as_torch_counts_them(config: PreTrainedConfig, tmp_path: Path) -> None:
     shape, _ = shape_of(config, tmp_path)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -93,8 +123,9 @@ def test_of_a_mixture_a_token_meets_its_experts_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES)], ids=["llama", "qwen3"])
 def test_activations_are_those_that_autograd_saves(config: PreTrainedConfig, dtype: str, tmp_path: Path) -> None:
-    shape, train = shape_of(config, tmp_path, activation_checkpointing=False, seq_len=64, tokens=640, batch_size=2,
-                            micro_batch_size=2)  # fmt: skip
+    shape, train = shape_of(
+        config, tmp_path, activation_checkpointing=False, seq_len=64, tokens=640, batch_size=2, micro_batch_size=2
+    )
     model: Any = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     wrap_linears(model, {name: (torch.tensor(0.01), "NVFP4") for name in linears})
@@ -172,9 +203,7 @@ def test_what_fits_on_one_says_how_long(tmp_path: Path) -> None:
     assert sum("fits on one, " in line for line in lines) == len(GPUS)
 
 
-def test_a_config_that_transformers_does_not_know_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_transformers_does_not_know_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "heron", "architectures": ["HeronForCausalLM"]}')
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe(tmp_path)))

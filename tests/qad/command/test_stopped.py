@@ -74,19 +74,26 @@ def test_a_measurement_in_a_process_of_its_own_ends_too(tmp_path: Path, monkeypa
         os.kill(int(file.read_text()), 0)
 
 
-def test_a_stopped_training_goes_on_behind_its_last_whole_step_and_ends_as_another(
-    tiny_llama_dir: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_training_goes_on_behind_its_last_whole_step_and_ends_as_another(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """The state is written at the signal, whatever save_every says."""
     text = tmp_path / "text.jsonl"
     lines = [" ".join(SENTENCE.format(17 * i + j) for j in range(6)) for i in range(300)]
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     recipe = {
-        "model": str(tiny_llama_dir), "dtype": "float32",
+        "model": str(tiny_llama_dir),
+        "dtype": "float32",
         "calibrate": {"data": str(text), "samples": 4, "seq_len": 32},
-        "train": {"data": str(text), "tokens": 2048, "seq_len": 32, "batch_size": 2, "validation_tokens": 128, "save_every": 1000,
-                  "validate_every": 8, "lr": 1e-3},
-    }  # fmt: skip
+        "train": {
+            "data": str(text),
+            "tokens": 2048,
+            "seq_len": 32,
+            "batch_size": 2,
+            "validation_tokens": 128,
+            "save_every": 1000,
+            "validate_every": 8,
+            "lr": 1e-3,
+        },
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "qad", "train", str(tmp_path / "recipe.yaml"), "--out"]
     environment = {**os.environ, "QAD_COMPILE": "0"}

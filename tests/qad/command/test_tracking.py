@@ -17,10 +17,15 @@ Calls = list[tuple[str, Any]]
 
 
 def recipe(**more: Any) -> Recipe:
-    return parse_recipe({
-        "model": "owner/model", "calibrate": {"data": "python-docs"},
-        "train": {"data": "python-docs", "tokens": 65536, "lr": 1e-5}, **more,
-    }, "recipe")  # fmt: skip
+    return parse_recipe(
+        {
+            "model": "owner/model",
+            "calibrate": {"data": "python-docs"},
+            "train": {"data": "python-docs", "tokens": 65536, "lr": 1e-5},
+            **more,
+        },
+        "recipe",
+    )
 
 
 @pytest.fixture

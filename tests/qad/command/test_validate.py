@@ -23,8 +23,12 @@ def folders(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     lines = (f"{i}: the river runs past {i} old mills and under a stone bridge, {i} boats on it." for i in range(300))
     (place / "text.txt").write_text("\n\n".join(lines))
     for name, format in (("ptq", "NVFP4"), ("other", "W4A16_NVFP4")):
-        recipe = {"model": str(tiny_llama_dir), "dtype": "float32", "quantize": {"format": format},
-                  "calibrate": {"data": str(place / "text.txt"), "samples": 4, "seq_len": 32}}  # fmt: skip
+        recipe = {
+            "model": str(tiny_llama_dir),
+            "dtype": "float32",
+            "quantize": {"format": format},
+            "calibrate": {"data": str(place / "text.txt"), "samples": 4, "seq_len": 32},
+        }
         (place / f"{name}.yaml").write_text(json.dumps(recipe))
         assert main(["ptq", str(place / f"{name}.yaml"), "--out", str(place / "arms" / name)]) == 0
         export_arm(place / "arms" / name, place / name)
@@ -40,9 +44,7 @@ def validate(place: Path, out: Path, *arms: str) -> int:
 
 
 @pytest.mark.pipeline
-def test_folders_are_checked_measured_and_judged(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_checked_measured_and_judged(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     code = validate(folders, out, "bf16=model", "ptq=ptq", "w4a16=other")
     told = capsys.readouterr().out
@@ -51,11 +53,7 @@ def test_folders_are_checked_measured_and_judged(
     assert "KL divergence" in told
     assert "nothing tells which model" in told
     for arm in ("bf16", "ptq", "w4a16"):
-        assert {p.name for p in (out / "measure" / arm).glob("*.json")} == {
-            "memory.json",
-            "fidelity.json",
-            "accuracy.json",
-        }
+        assert {p.name for p in (out / "measure" / arm).glob("*.json")} == {"memory.json", "fidelity.json", "accuracy.json"}
     report = json.loads((out / "report" / "report.json").read_text())
     unmeasured = json.dumps(report["not_measured"])
     assert "Throughput of w4a16" in unmeasured
@@ -110,13 +108,6 @@ def test_another_folder_and_an_unknown_kind_are_refused(
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert validate(folders, tmp_path / "mine", "bf16=model", "ptq=ptq") == 2
     assert "is no validation's folder" in capsys.readouterr().err
-    named = [
-        f"bf16={folders / 'model'}",
-        f"ptq={folders / 'ptq'}",
-        "--out",
-        str(tmp_path / "run"),
-        "--measure",
-        "speed",
-    ]
+    named = [f"bf16={folders / 'model'}", f"ptq={folders / 'ptq'}", "--out", str(tmp_path / "run"), "--measure", "speed"]
     assert main(["validate", *named]) == 2
     assert "'speed' is unknown: use memory, fidelity, accuracy, throughput" in capsys.readouterr().err

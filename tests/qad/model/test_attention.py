@@ -18,9 +18,13 @@ from qad.model.streamed import streamed_model
 
 KEYS = ["attn_implementation", "_attn_implementation"]
 ABSENT = [
-    "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "somebody/kernels",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+    "somebody/kernels",
     "kernels-community/flash-attn",
-]  # fmt: skip
+]
 
 
 def asking(source: Path, to: Path, key: str, kernel: object) -> Path:

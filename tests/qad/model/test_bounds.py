@@ -37,8 +37,16 @@ def test_a_config_beyond_its_tensors_is_refused(source: Path, values: dict[str, 
 
 
 def test_sizes_of_published_models_are_no_counts() -> None:
-    require_bounded({"vocab_size": 262_144, "max_position_embeddings": 10_485_760, "num_hidden_layers": 126,
-                     "n_routed_experts": 384, "layer_types": ["a"] * 99, "text_config": {"num_experts": 512}})  # fmt: skip
+    require_bounded(
+        {
+            "vocab_size": 262_144,
+            "max_position_embeddings": 10_485_760,
+            "num_hidden_layers": 126,
+            "n_routed_experts": 384,
+            "layer_types": ["a"] * 99,
+            "text_config": {"num_experts": 512},
+        }
+    )
     with pytest.raises(OversizedError, match="n_layer is 200,000"):
         require_bounded({"text_config": {"n_layer": 200_000}})
 

@@ -62,9 +62,7 @@ def ptq(source: Path, folder: Path, format: str) -> Arm:
 
 
 @pytest.fixture(scope="module", params=["NVFP4", "W4A16_NVFP4"])
-def exported(
-    request: pytest.FixtureRequest, moe_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Arm, Path]:
+def exported(request: pytest.FixtureRequest, moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arm, Path]:
     root = tmp_path_factory.mktemp("experts")
     arm = ptq(moe_dir, root / "arm", request.param)
     export_arm(arm.folder, root / "out")
@@ -72,9 +70,7 @@ def exported(
 
 
 def test_split_experts_have_the_checkpoints_names_and_compute_the_same_bits(moe_dir: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        moe_dir, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(moe_dir, dtype=torch.float32, experts_implementation="eager").eval()
     ids = torch.arange(48)[None]
     with torch.no_grad():
         expected = model(ids).logits
@@ -103,13 +99,7 @@ def test_every_expert_projection_is_selected_and_the_router_is_not(moe_dir: Path
 
 
 def test_input_scale_groups_join_the_experts_of_a_layer_only() -> None:
-    names = [
-        "l.0.experts.0.w1",
-        "l.0.experts.1.w3",
-        "l.0.experts.0.w2",
-        "l.1.experts.0.w1",
-        "l.0.shared_expert.up_proj",
-    ]
+    names = ["l.0.experts.0.w1", "l.0.experts.1.w3", "l.0.experts.0.w2", "l.1.experts.0.w1", "l.0.shared_expert.up_proj"]
     groups = [("l.0.experts.0.w1", "l.0.experts.1.w3"), *((name,) for name in names[2:])]
     assert DEFAULT.input_scale_groups(names) == groups
 
@@ -125,13 +115,7 @@ def test_a_part_of_a_layers_experts_is_refused(moe_dir: Path) -> None:
 def test_experts_fused_in_a_way_of_their_own_are_refused() -> None:
     from transformers import GptOssConfig
 
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_local_experts": 4,
-        "vocab_size": 512,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 512}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes))
     split_experts(model)
@@ -227,9 +211,7 @@ def test_the_export_has_the_hubs_names_and_passes_the_checker(exported: tuple[Ar
     stored, assumed = load_file(out / "model.safetensors"), arm.selection
     assert assumed is not None
     assert check(out, source=arm.folder) == []
-    leaves = {"weight", "weight_scale", "weight_scale_2"} | (
-        {"input_scale"} if assumed.quantizes_activations else set()
-    )
+    leaves = {"weight", "weight_scale", "weight_scale_2"} | ({"input_scale"} if assumed.quantizes_activations else set())
     for module in assumed.modules:
         assert {n.rpartition(".")[2] for n in stored if n.rpartition(".")[0] == module} == leaves
     for group in assumed.groups:
@@ -285,25 +267,41 @@ def test_ptq_export_check_and_fidelity_work(
     make_qwen3: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_qwen3(tmp_path / "source", "qwen3_moe")
-    lines = (
-        f"{i}: the river runs past {i} old mills and under a stone bridge, {i} boats on it.\n\n" for i in range(400)
-    )
+    lines = (f"{i}: the river runs past {i} old mills and under a stone bridge, {i} boats on it.\n\n" for i in range(400))
     (tmp_path / "text.txt").write_text("".join(lines))
     data = str(tmp_path / "text.txt")
     recipe = {
-        "model": str(source), "dtype": "float32",
+        "model": str(source),
+        "dtype": "float32",
         "calibrate": {"data": data, "samples": 4, "seq_len": 32},
         "train": {"data": data, "tokens": 256, "seq_len": 32, "batch_size": 4},
-    }  # fmt: skip
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert main(["ptq", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "ptq")]) == 0
         assert main(["export", str(tmp_path / "ptq"), "--out", str(tmp_path / "out")]) == 0
         assert main(["check", str(tmp_path / "out"), "--source", str(tmp_path / "ptq")]) == 0
-        assert main(["measure", "fidelity", str(tmp_path / "out"), "--teacher", str(source), "--out",
-                     str(tmp_path / "record.json"), "--data", str(tmp_path / "text.txt"), "--tokens", "128",
-                     "--dtype", "float32"]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "measure",
+                    "fidelity",
+                    str(tmp_path / "out"),
+                    "--teacher",
+                    str(source),
+                    "--out",
+                    str(tmp_path / "record.json"),
+                    "--data",
+                    str(tmp_path / "text.txt"),
+                    "--tokens",
+                    "128",
+                    "--dtype",
+                    "float32",
+                ]
+            )
+            == 0
+        )
 
 
 class HostSynchronisations(TorchDispatchMode):
@@ -328,9 +326,7 @@ def test_a_layer_of_experts_is_computed_at_once(exported: tuple[Arm, Path]) -> N
         actual = layer(x_tH, index, weight)
         actual.sum().backward()
     assert asked.count == 0
-    assert all(
-        grad is not None for grad in (student.masters[f"{next(iter(student.experts))}.down_proj"].grad, x_tH.grad)
-    )
+    assert all(grad is not None for grad in (student.masters[f"{next(iter(student.experts))}.down_proj"].grad, x_tH.grad))
     inputs = next(iter(student.experts.values()))
     expected = torch.zeros_like(actual)
     for token in range(24):
@@ -349,9 +345,7 @@ def test_experts_that_share_no_input_scale_stay_apart(exported: tuple[Arm, Path]
         return  # W4A16 has none
     shutil.copytree(out, tmp_path / "odd")
     tensors = load_file(out / "model.safetensors")
-    name = next(
-        n for n in tensors if n.endswith(".experts.1.down_proj.input_scale") or n.endswith(".experts.1.w2.input_scale")
-    )
+    name = next(n for n in tensors if n.endswith(".experts.1.down_proj.input_scale") or n.endswith(".experts.1.w2.input_scale"))
     tensors[name] = tensors[name] * 2
     save_file(tensors, tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
     apart: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "odd", dtype=torch.float32)
@@ -366,11 +360,22 @@ def test_a_mixture_trains_and_what_was_trained_is_deployed(moe_dir: Path, tmp_pa
     (tmp_path / "text.txt").write_text("\n\n".join(" ".join([f"document {n}", *words]) for n in range(60)))
     data = str(tmp_path / "text.txt")
     recipe = {
-        "model": str(moe_dir), "dtype": "float32", "quantize": {"scales": "mse"},
+        "model": str(moe_dir),
+        "dtype": "float32",
+        "quantize": {"scales": "mse"},
         "calibrate": {"data": data, "samples": 4, "seq_len": 32},
-        "train": {"method": method, "data": data, "tokens": 1024, "seq_len": 32, "batch_size": 2, "lr": 1e-3,
-                  "validate_every": 4, "validation_tokens": 64, "lr_scale": {"*.experts.*": 0.5}},
-    }  # fmt: skip
+        "train": {
+            "method": method,
+            "data": data,
+            "tokens": 1024,
+            "seq_len": 32,
+            "batch_size": 2,
+            "lr": 1e-3,
+            "validate_every": 4,
+            "validation_tokens": 64,
+            "lr_scale": {"*.experts.*": 0.5},
+        },
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -383,11 +388,7 @@ def test_a_mixture_trains_and_what_was_trained_is_deployed(moe_dir: Path, tmp_pa
     progress = arm.facts["training"]
     assert progress["val_loss_best"] < progress["val_loss_start"]
     assert arm.trained_shapes().keys() == open_checkpoint(moe_dir).tensors.keys()
-    moved = [
-        n
-        for n in arm.trained_shapes()
-        if ".experts." in n and not torch.equal(arm.weight(n), arm.source.get(n).float())
-    ]
+    moved = [n for n in arm.trained_shapes() if ".experts." in n and not torch.equal(arm.weight(n), arm.source.get(n).float())]
     assert len(moved) > 12
     reloaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -408,9 +409,7 @@ def test_a_stack_of_experts_is_quantized_as_expert_by_expert(scales: str, compil
         parts = stack.parts(leaf, tensor)
         groups = [{n: parts[n] for n in stack.modules(e) if n in parts} for e in range(7)]
         frozen = [search_scales(group, "mse") for group in groups] if scales == "mse" else [{} for _ in groups]
-        expected = [
-            torch.cat([value for _, value in fake_quantize_group(g, f)]) for g, f in zip(groups, frozen, strict=True)
-        ]
+        expected = [torch.cat([value for _, value in fake_quantize_group(g, f)]) for g, f in zip(groups, frozen, strict=True)]
         actual = torch.empty_like(tensor)
         with compilation(compiled):
             fake_quantize_stack(tensor, _stacked([s for f in frozen for s in f.values()], 7), actual)

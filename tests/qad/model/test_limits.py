@@ -23,14 +23,7 @@ LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
-GPT = {
-    **BASE,
-    "n_embd": P,
-    "n_layer": 1,
-    "n_head": 4,
-    "n_positions": P,
-    "rotary_dim": 4,
-}  # matrices as large as positions
+GPT = {**BASE, "n_embd": P, "n_layer": 1, "n_head": 4, "n_positions": P, "rotary_dim": 4}  # matrices as large as positions
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({**LLAMA, "head_dim": P}, "rotary"),  # projections of 4 P
     "gpt_neox": ({**LLAMA, "hidden_size": 4 * P}, "rotary"),

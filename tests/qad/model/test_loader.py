@@ -41,7 +41,5 @@ def test_a_config_that_makes_no_sense(model: Path, changes: dict[str, Any], mess
 
 def test_a_tokenizer_that_is_none(model: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        SourceError, match=r"tokenizer of .* cannot be loaded .*: copy the model's own files there again"
-    ):
+    with pytest.raises(SourceError, match=r"tokenizer of .* cannot be loaded .*: copy the model's own files there again"):
         load_tokenizer(model)

@@ -48,9 +48,11 @@ def train(model: Path, folder: Path) -> Path:
     (folder / "text.txt").write_text(lines)
     data = str(folder / "text.txt")
     recipe = {
-        "model": str(model), "dtype": "float32", "calibrate": {"data": data, "samples": 4, "seq_len": 32},
+        "model": str(model),
+        "dtype": "float32",
+        "calibrate": {"data": data, "samples": 4, "seq_len": 32},
         "train": {"data": data, "tokens": 256, "seq_len": 32, "batch_size": 2, "lr": 1e-3, "validation_tokens": 64},
-    }  # fmt: skip
+    }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,8 +114,16 @@ def save_gemma(folder: Path, tokenizer_of: Path) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64}  # fmt: skip
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 64,
+    }
     Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tokenizer_of / name).read_bytes())
@@ -129,9 +139,7 @@ def test_a_sparse_config_exports_no_head_beside_the_trained_embedding(tiny_llama
     require_equal_student(tmp_path)
 
 
-def test_a_sparse_config_with_another_head_is_refused_like_an_explicit_one(
-    tiny_llama_dir: Path, tmp_path: Path
-) -> None:
+def test_a_sparse_config_with_another_head_is_refused_like_an_explicit_one(tiny_llama_dir: Path, tmp_path: Path) -> None:
     model = save_gemma(tmp_path / "model", tiny_llama_dir)
     rewrite(model, lambda t: t.update({HEAD: 2 * t[EMBEDDING]}))
     with pytest.raises(SourceError, match=re.escape(f"tied, but {HEAD} differs from {EMBEDDING}")):

@@ -48,9 +48,18 @@ def test_experts_are_read_one_by_one(moe_dir: Path) -> None:
     require_equal(moe_dir, "float32")
 
 
-SIZES = {"vocab_size": 512, "hidden_size": 72, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-         "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 72,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def save(config: Any, folder: Path, dtype: torch.dtype, tokenizer: Path) -> Path:
@@ -70,8 +79,14 @@ def save(config: Any, folder: Path, dtype: torch.dtype, tokenizer: Path) -> Path
 def test_a_router_has_its_stored_bias_in_full(tiny_llama_dir: Path, tmp_path: Path, dtype: str) -> None:
     from transformers import DeepseekV3Config
 
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
-               "first_k_dense_replace": 1}  # fmt: skip
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
     heads = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
     config = DeepseekV3Config(**SIZES, **experts, **heads)
     require_equal(save(config, tmp_path / "deepseek", torch.float32, tiny_llama_dir), dtype)

@@ -86,9 +86,7 @@ def test_a_common_input_is_quantized_once(block: Block, calls: list[Tensor]) -> 
         assert len(calls) == 8
 
 
-def test_what_has_changed_or_has_another_scale_or_may_not_be_quantized_is_not_shared(
-    block: Block, calls: list[Tensor]
-) -> None:
+def test_what_has_changed_or_has_another_scale_or_may_not_be_quantized_is_not_shared(block: Block, calls: list[Tensor]) -> None:
     q, k, v, o = block.children()
     x = torch.randn(4, 32)
     q(x), o(x)

@@ -57,24 +57,12 @@ def test_overrides_reach_any_depth_and_keep_their_types(tmp_path: Path) -> None:
         ("train.data={source: text}", "key 'train.data.path' is missing"),
         ("train.data={source: python-docs, path: x}", "unknown key 'train.data.path'"),
         ("train.data={source: jsonl, path: x, feild: y}", "unknown key 'train.data.feild': did you mean 'field'?"),
-        (
-            "train.data=[notes.txt, {source: random, length: 0}]",
-            "train.data.1.length: Input should be greater than 0 (got 0)",
-        ),
+        ("train.data=[notes.txt, {source: random, length: 0}]", "train.data.1.length: Input should be greater than 0 (got 0)"),
         ("train.data=[{source: text, path: x, weight: 0}]", "train.data.0.weight"),
-        (
-            "train.data={path: x}",
-            "key 'train.data.source' is missing: one of hub, jsonl, python-docs, random, teacher, text",
-        ),
-        (
-            "train.data={source: wikipedia}",
-            "train.data.source: one of hub, jsonl, python-docs, random, teacher, text (got",
-        ),
+        ("train.data={path: x}", "key 'train.data.source' is missing: one of hub, jsonl, python-docs, random, teacher, text"),
+        ("train.data={source: wikipedia}", "train.data.source: one of hub, jsonl, python-docs, random, teacher, text (got"),
         ("train.data={source: teacher, prompts: {source: text}}", "key 'train.data.prompts.path' is missing"),
-        (
-            "train.data={source: teacher, prompts: {source: jsonl, path: x, fild: y}}",
-            "'train.data.prompts.fild': did you mean",
-        ),
+        ("train.data={source: teacher, prompts: {source: jsonl, path: x, fild: y}}", "'train.data.prompts.fild': did you mean"),
         ("train.data={source: teacher, prompts: {source: random}}", "train.data.prompts.source"),
         ("train.data={source: teacher, temperature: 0}", "train.data.temperature"),
         ("train.data=[]", "train.data"),
@@ -92,10 +80,13 @@ def test_a_bad_value_is_one_line_that_says_what_to_do(tmp_path: Path, override: 
 
 
 def test_data_is_one_source_or_a_blend_and_is_resolved_to_a_list(tmp_path: Path) -> None:
-    loaded = load_recipe(recipe(tmp_path, BASE), [
-        "train.data=[notes.txt, {source: teacher, prompts: some/chat.jsonl, weight: 2}, {source: hub, path: owner/name}]",
-        "train.validation_data={source: jsonl, path: a/b/chat.jsonl, field: messages}",
-    ])  # fmt: skip
+    loaded = load_recipe(
+        recipe(tmp_path, BASE),
+        [
+            "train.data=[notes.txt, {source: teacher, prompts: some/chat.jsonl, weight: 2}, {source: hub, path: owner/name}]",
+            "train.validation_data={source: jsonl, path: a/b/chat.jsonl, field: messages}",
+        ],
+    )
     assert [s.source for s in loaded.train.data.root] == ["text", "teacher", "hub"]
     assert loaded.train.data.name == "notes.txt + generations from chat.jsonl + owner/name"
     assert loaded.train.validation_data is not None
@@ -107,8 +98,10 @@ def test_data_is_one_source_or_a_blend_and_is_resolved_to_a_list(tmp_path: Path)
 
 def test_an_epoch_takes_the_whole_steps_of_its_share(tmp_path: Path) -> None:
     settings = ["train.seq_len=100", "train.batch_size=2", "train.tokens=2000"]
-    sizes = {epochs: load_recipe(recipe(tmp_path, BASE), [*settings, f"train.epochs={epochs}"]).train.windows
-             for epochs in (1, 2, 3, 10)}  # fmt: skip
+    sizes = {
+        epochs: load_recipe(recipe(tmp_path, BASE), [*settings, f"train.epochs={epochs}"]).train.windows
+        for epochs in (1, 2, 3, 10)
+    }
     assert sizes == {1: 20, 2: 10, 3: 8, 10: 2}
 
 
@@ -159,9 +152,7 @@ def test_weights_alone_need_neither_calibration_nor_training(tmp_path: Path) -> 
         _ = loaded.training
 
 
-@pytest.mark.parametrize(
-    "override", ["format=NVFP4", "formats={x: FP8}", "kv_cache=calibrated", "kv_cache=at_least_one"]
-)
+@pytest.mark.parametrize("override", ["format=NVFP4", "formats={x: FP8}", "kv_cache=calibrated", "kv_cache=at_least_one"])
 def test_scales_that_are_found_on_text_need_it(tmp_path: Path, override: str) -> None:
     with pytest.raises(UsageError, match=r"recipe\.yaml: calibrate is missing: .* give calibrate\.data, or set"):
         load_recipe(recipe(tmp_path, WEIGHTS_ONLY), [f"quantize.{override}"])

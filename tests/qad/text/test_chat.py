@@ -82,60 +82,93 @@ def require(tokenizer: Any, messages: list[dict[str, str]], expected: list[tuple
 
 
 def test_chatml_with_a_system_prompt_that_the_template_adds(tokenizer: Any) -> None:
-    require(with_template(tokenizer, CHATML), TURNS, [
-        ("<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Seven sacks,\nor eight.<|im_end|>", True),
-        ("\n<|im_start|>user\nAnd the ducks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Fed.<|im_end|>", True),
-        ("\n", False),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, CHATML),
+        TURNS,
+        [
+            (
+                "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            ),
+            ("Seven sacks,\nor eight.<|im_end|>", True),
+            ("\n<|im_start|>user\nAnd the ducks?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Fed.<|im_end|>", True),
+            ("\n", False),
+        ],
+    )
 
 
 def test_chatml_with_a_system_prompt_of_its_own(tokenizer: Any) -> None:
-    require(with_template(tokenizer, CHATML), [{"role": "system", "content": "Be brief."}, *TURNS[:2]], [
-        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Seven sacks,\nor eight.<|im_end|>", True),
-        ("\n", False),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, CHATML),
+        [{"role": "system", "content": "Be brief."}, *TURNS[:2]],
+        [
+            (
+                "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            ),
+            ("Seven sacks,\nor eight.<|im_end|>", True),
+            ("\n", False),
+        ],
+    )
 
 
 def test_llama_3(tokenizer: Any) -> None:
-    require(with_template(tokenizer, LLAMA3), TURNS, [
-        ("<bos><|start_header_id|>user<|end_header_id|>\n\nHow many sacks?<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\n", False),
-        ("Seven sacks,\nor eight.<|eot_id|>", True),
-        ("<|start_header_id|>user<|end_header_id|>\n\nAnd the ducks?<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\n", False),
-        ("Fed.<|eot_id|>", True),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, LLAMA3),
+        TURNS,
+        [
+            (
+                "<bos><|start_header_id|>user<|end_header_id|>\n\nHow many sacks?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+                False,
+            ),
+            ("Seven sacks,\nor eight.<|eot_id|>", True),
+            (
+                "<|start_header_id|>user<|end_header_id|>\n\nAnd the ducks?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+                False,
+            ),
+            ("Fed.<|eot_id|>", True),
+        ],
+    )
 
 
 def test_gemma(tokenizer: Any) -> None:
-    require(with_template(tokenizer, GEMMA), TURNS, [
-        ("<bos><start_of_turn>user\nHow many sacks?<end_of_turn>\n<start_of_turn>model\n", False),
-        ("Seven sacks,\nor eight.<end_of_turn>", True),
-        ("\n<start_of_turn>user\nAnd the ducks?<end_of_turn>\n<start_of_turn>model\n", False),
-        ("Fed.<end_of_turn>", True),
-        ("\n", False),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, GEMMA),
+        TURNS,
+        [
+            ("<bos><start_of_turn>user\nHow many sacks?<end_of_turn>\n<start_of_turn>model\n", False),
+            ("Seven sacks,\nor eight.<end_of_turn>", True),
+            ("\n<start_of_turn>user\nAnd the ducks?<end_of_turn>\n<start_of_turn>model\n", False),
+            ("Fed.<end_of_turn>", True),
+            ("\n", False),
+        ],
+    )
 
 
 def test_a_template_whose_answers_have_no_header(tokenizer: Any) -> None:
-    require(with_template(tokenizer, MISTRAL), TURNS[:2], [
-        ("<bos>[INST] How many sacks? [/INST]", False),
-        (" Seven sacks,\nor eight.<|endoftext|>", True),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, MISTRAL),
+        TURNS[:2],
+        [("<bos>[INST] How many sacks? [/INST]", False), (" Seven sacks,\nor eight.<|endoftext|>", True)],
+    )
 
 
 @pytest.mark.parametrize("template", [MARKED, MARKED_WIDE], ids=["words", "line break too"])
 def test_marks_count_and_the_end_of_turn_is_taken_in_and_white_space_left_out(tokenizer: Any, template: str) -> None:
-    require(with_template(tokenizer, template), TURNS, [
-        ("<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Seven sacks,\nor eight.<|im_end|>", True),
-        ("\n<|im_start|>user\nAnd the ducks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Fed.<|im_end|>", True),
-        ("\n", False),
-    ])  # fmt: skip
+    require(
+        with_template(tokenizer, template),
+        TURNS,
+        [
+            ("<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Seven sacks,\nor eight.<|im_end|>", True),
+            ("\n<|im_start|>user\nAnd the ducks?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Fed.<|im_end|>", True),
+            ("\n", False),
+        ],
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WIDE], ids=["prefixes", "marks", "wide marks"])
@@ -178,11 +211,15 @@ def test_a_template_that_drops_earlier_thinking_is_refused_but_for_a_single_answ
     thinking = [{**m, "content": f"<think>hm</think>{m['content']}"} if m["role"] == "assistant" else m for m in TURNS]
     with pytest.raises(DataError, match="chats line 3: the chat template renders message 2 differently"):
         encode_supervised(with_template(tokenizer, FORGETFUL), thinking, "chats line 3")
-    require(tokenizer, thinking[:2], [
-        ("<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("<think>hm</think>Seven sacks,\nor eight.<|im_end|>", True),
-        ("\n", False),
-    ])  # fmt: skip
+    require(
+        tokenizer,
+        thinking[:2],
+        [
+            ("<|im_start|>user\nHow many sacks?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("<think>hm</think>Seven sacks,\nor eight.<|im_end|>", True),
+            ("\n", False),
+        ],
+    )
 
 
 def test_a_template_without_generation_prompt_is_refused_lest_headers_count(tokenizer: Any) -> None:

@@ -17,9 +17,7 @@ from qad.text.generate import prompt_ids
 from qad.text.packing import encode, encode_answers
 from qad.text.sources import documents
 
-HEAD = (
-    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
-)
+HEAD = "{% if tools %}<|im_start|>system\nTools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
 BODY = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n@{{ '' + m['content'] }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} CALL</call>{% endfor %}<|im_end|>\n@@{% endfor %}"
@@ -30,20 +28,22 @@ CALLS = {
     "as a mapping": "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}",  # Qwen3-Coder, GLM
 }
 MARKS = ("{% if m['role'] == 'assistant' %}{% generation %}", "{% endgeneration %}{% endif %}")
-TOOL = {
-    "type": "function",
-    "function": {"name": "heron_count", "parameters": {"properties": {"place": {"type": "string"}}}},
-}
+TOOL = {"type": "function", "function": {"name": "heron_count", "parameters": {"properties": {"place": {"type": "string"}}}}}
 ROW: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": "how many?"},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"type": "function", "id": "a", "function": {"name": "heron_count", "arguments": json.dumps({"place": "bank 3"})}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"type": "function", "id": "a", "function": {"name": "heron_count", "arguments": json.dumps({"place": "bank 3"})}}
+            ],
+        },
         {"role": "tool", "tool_call_id": "a", "content": "7"},
         {"role": "assistant", "content": "seven herons"},
     ],
     "tools": [TOOL],
-}  # fmt: skip
+}
 
 
 def template(call: str, marked: bool) -> str:
@@ -111,25 +111,21 @@ def test_columns_in_every_form_that_data_sets_have(tmp_path: Path) -> None:
     assert given_of({"tools": json.dumps([TOOL])}, "x") == given_of({"tools": [TOOL]}, "x") == {"tools": [TOOL]}
     assert given_of({"tools": None, "documents": [], "chat_template_kwargs": None, "tools2": 1}, "x") == {}
     assert given_of({"documents": [{"text": "a"}], "reasoning_effort": "low"}, "x") == {
-        "documents": [{"text": "a"}], "reasoning_effort": "low"}  # fmt: skip
+        "documents": [{"text": "a"}],
+        "reasoning_effort": "low",
+    }
     for empty in ("", None, {}, "{}"):
         call = {"function": {"name": "f", "arguments": empty}}
         (message,) = messages_of([{"role": "assistant", "tool_calls": [call]}], "x", "m")
-        assert message == {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-        }
+        assert message == {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     assert messages_of([{"role": "assistant", "content": "a", "tool_calls": []}], "x", "m") == [
-        {"role": "assistant", "content": "a"}]  # fmt: skip
+        {"role": "assistant", "content": "a"}
+    ]
 
 
 def test_arrow_fills_objects_with_the_keys_of_others_and_these_are_dropped(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    other = {
-        "type": "function",
-        "function": {"name": "mill", "parameters": {"properties": {"sacks": {"type": "integer"}}}},
-    }
+    other = {"type": "function", "function": {"name": "mill", "parameters": {"properties": {"sacks": {"type": "integer"}}}}}
     rows = [ROW, {"messages": ROW["messages"][:1], "tools": [other]}]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
     lines = tmp_path / "rows.jsonl"

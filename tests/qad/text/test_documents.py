@@ -32,9 +32,7 @@ def test_token_documents_are_known_by_their_ids() -> None:
 @pytest.mark.parametrize("same", [docs(3), [Document.of_ids([5, 6])]], ids=["text", "ids"])
 def test_two_roles_that_share_a_document_are_refused(same: list[Document]) -> None:
     with pytest.raises(DataError, match="train and test text share a document"):
-        require_disjoint(
-            {"train": [Part("a", 1.0, docs(9)[5:]), Part("b", 1.0, same)], "test": [Part("c", 1.0, same[-1:])]}
-        )
+        require_disjoint({"train": [Part("a", 1.0, docs(9)[5:]), Part("b", 1.0, same)], "test": [Part("c", 1.0, same[-1:])]})
 
 
 def test_the_identity_of_a_blend_holds_documents_order_and_weights() -> None:

@@ -43,17 +43,12 @@ class Teacher:
 
         self.text = TeacherText(checkpoint, self.tokenizer, seed, folder, load, "float32")
 
-    def __call__(
-        self, made: Generations, need: Need, prompts: list[Document] | None = None, taken: Any = ()
-    ) -> list[Document]:
+    def __call__(self, made: Generations, need: Need, prompts: list[Document] | None = None, taken: Any = ()) -> list[Document]:
         return self.text(made, prompts, need, 0, set(taken))
 
 
 def prompts(count: int) -> list[Document]:
-    return [
-        Document.of(f"{i} sacks of flour stand in the house and the {'old ' * (i % 4)}miller counts")
-        for i in range(count)
-    ]
+    return [Document.of(f"{i} sacks of flour stand in the house and the {'old ' * (i % 4)}miller counts") for i in range(count)]
 
 
 def test_from_bos_alone_enough_is_written_and_kept(tiny_llama_dir: Path, tmp_path: Path) -> None:
@@ -87,11 +82,7 @@ def test_prompts_are_the_first_tokens_of_texts_or_a_conversation_up_to_its_first
     tokenizer = load_tokenizer(tiny_llama_dir)
     text = prompts(1)[0]
     assert prompt_ids(tokenizer, text, 5) == tokenizer(text.text)["input_ids"][:5]
-    turns = [
-        {"role": "user", "content": "How?"},
-        {"role": "assistant", "content": "So."},
-        {"role": "user", "content": "And?"},
-    ]
+    turns = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
     asked = tokenizer.decode(prompt_ids(tokenizer, Document.of_messages(turns), 5))
     assert asked == "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(DataError, match="begins with the assistant"):

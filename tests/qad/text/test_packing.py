@@ -32,12 +32,14 @@ def docs(count: int, length: int = 30, word: str = "heron") -> list[Document]:
 
 def chats(count: int) -> list[Document]:
     return [
-        Document.of_messages([
-            {"role": "user", "content": f"How many sacks of flour, said the miller {i} times, are there in the house?"},
-            {"role": "assistant", "content": f"There are {i}."},
-        ])
+        Document.of_messages(
+            [
+                {"role": "user", "content": f"How many sacks of flour, said the miller {i} times, are there in the house?"},
+                {"role": "assistant", "content": f"There are {i}."},
+            ]
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def part(documents: list[Document], weight: float = 1.0, name: str = "text") -> Part:
@@ -60,9 +62,7 @@ def test_packing_restarts_positions_at_documents_and_windows_and_uses_every_toke
 
 
 def test_a_long_document_goes_on_in_the_next_windows(tokenizer: Any) -> None:
-    windows = pack_in_memory(
-        [part([Document.of_ids(range(10)), Document.of_ids(range(100, 130))])], tokenizer, 4, 9, 1, "x"
-    )
+    windows = pack_in_memory([part([Document.of_ids(range(10)), Document.of_ids(range(100, 130))])], tokenizer, 4, 9, 1, "x")
     assert windows.input_ids_ST.flatten().tolist() in ([*range(10), *range(100, 126)], [*range(100, 130), *range(6)])
     first = 10 if windows.input_ids_ST[0, 0] == 0 else 30
     expected = [place % 9 if place < first else min(place % 9, place - first) for place in range(36)]
@@ -151,9 +151,7 @@ def test_text_without_turns_is_refused_where_the_assistant_alone_counts(tokenize
 
 
 def test_conversations_without_any_answer_are_refused(tokenizer: Any) -> None:
-    unanswered = [
-        Document.of_messages([{"role": "user", "content": f"Who counts {i} sacks of flour?"}]) for i in range(40)
-    ]
+    unanswered = [Document.of_messages([{"role": "user", "content": f"Who counts {i} sacks of flour?"}]) for i in range(40)]
     with pytest.raises(DataError, match="training has no token that the assistant says"):
         pack_in_memory([part(unanswered)], tokenizer, 4, 32, 0, "training", "assistant")
 

@@ -46,11 +46,35 @@ def test_the_python_docs_split_into_four_disjoint_roles() -> None:
 def test_docstrings_are_found_wherever_a_statement_may_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of a walk by levels, in every kind of block, and never in expressions."""
     doc = '"""{0} ' + "words " * 40 + '"""'
-    code = [doc.format("module"), "try:", "  class A:", "    " + doc.format("A"), "    def a(self):", "      " + doc.format("a"),
-            "except E:", "  def handler():", "    " + doc.format("handler"), "else:", "  async def other():",
-            "    " + doc.format("other"), "finally:", "  def last():", "    " + doc.format("last"), "match x:", "  case 1:",
-            "    def case():", "      " + doc.format("case"), "f = lambda: " + doc.format("no"), "def f():",
-            "  " + doc.format("f"), "for i in x:", "  pass", "else:", "  def loop():", "    " + doc.format("loop")]  # fmt: skip
+    code = [
+        doc.format("module"),
+        "try:",
+        "  class A:",
+        "    " + doc.format("A"),
+        "    def a(self):",
+        "      " + doc.format("a"),
+        "except E:",
+        "  def handler():",
+        "    " + doc.format("handler"),
+        "else:",
+        "  async def other():",
+        "    " + doc.format("other"),
+        "finally:",
+        "  def last():",
+        "    " + doc.format("last"),
+        "match x:",
+        "  case 1:",
+        "    def case():",
+        "      " + doc.format("case"),
+        "f = lambda: " + doc.format("no"),
+        "def f():",
+        "  " + doc.format("f"),
+        "for i in x:",
+        "  pass",
+        "else:",
+        "  def loop():",
+        "    " + doc.format("loop"),
+    ]
     (tmp_path / "m.py").write_text("\n".join(code))
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_text(doc.format("skipped"))
@@ -80,18 +104,10 @@ def test_conversations_are_read_with_their_place(tmp_path: Path) -> None:
         ("blank.txt", "\n \n\n", "holds no text"),
         ("bad.jsonl", "{\n", "line 1 is not JSON"),
         ("list.jsonl", "[1]\n", "line 1: expected an object with the field 'text'"),
-        (
-            "field.jsonl",
-            '{"messages": []}\n',
-            "line 1: expected an object with the field 'text': it has messages; set field",
-        ),
+        ("field.jsonl", '{"messages": []}\n', "line 1: expected an object with the field 'text': it has messages; set field"),
         ("type.jsonl", '{"text": 3}\n', "is int, expected text or a list of messages"),
         ("half.jsonl", '{"text": "a \\ud83d b"}\n', "line 1: its text holds half a character"),
-        (
-            "said.jsonl",
-            '{"text": [{"role": "user", "content": "\\ude00"}]}\n',
-            "line 1: its text holds half a character",
-        ),
+        ("said.jsonl", '{"text": [{"role": "user", "content": "\\ude00"}]}\n', "line 1: its text holds half a character"),
         ("whole.jsonl", '{"text": "\\ud83d\\ude00"}\n{', "line 2 is not JSON"),
         ("none.jsonl", '{"text": []}\n', "holds no message"),
         ("role.jsonl", '{"text": [{"content": "x"}]}\n', "message 1 of 'text' is not an object with role and content"),
@@ -151,8 +167,9 @@ def test_a_folder_of_data_files_and_a_saved_data_set_open_alike(tmp_path: Path) 
     held.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"validation": held}).save_to_disk(str(tmp_path / "dict"))
     for name in ("files", "one", "dict"):
-        data = Data.model_validate({"source": "hub", "path": str(tmp_path / name), "hub_split": "validation",
-                                    "field": "messages", "split": "all"})  # fmt: skip
+        data = Data.model_validate(
+            {"source": "hub", "path": str(tmp_path / name), "hub_split": "validation", "field": "messages", "split": "all"}
+        )
         (part,) = Reader().parts(data, Need("train", 1))
         assert part.name == name
         assert [d.messages for d in part.documents] == [tuple(CHAT), ({**CHAT[0], "name": "me"},)]
@@ -210,15 +227,14 @@ def test_random_documents_too_short_to_be_measured_are_refused(tokenizer: Any) -
 
 
 def test_a_blend_asks_each_source_for_its_share_and_repeats_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    file = {"source": "jsonl", "path": str(write(tmp_path / "x.jsonl", *({"text": f"text {i}"} for i in range(9)))),
-            "split": "all"}  # fmt: skip
+    file = {
+        "source": "jsonl",
+        "path": str(write(tmp_path / "x.jsonl", *({"text": f"text {i}"} for i in range(9)))),
+        "split": "all",
+    }
     data = Data.model_validate([{"source": "random", "length": 10, "weight": 3}, file, {**file, "weight": 2}])
     random, first, second = Reader(tokenizer).parts(data, Need("train", 1000))
-    assert [(p.name, p.weight) for p in (random, first, second)] == [
-        ("random tokens", 3),
-        ("x.jsonl", 1),
-        ("x.jsonl #2", 2),
-    ]
+    assert [(p.name, p.weight) for p in (random, first, second)] == [("random tokens", 3), ("x.jsonl", 1), ("x.jsonl #2", 2)]
     assert len(random.documents) == 50
     assert (len(first.documents), len(second.documents)) == (9, 0)
 

@@ -82,9 +82,7 @@ def test_a_token_takes_five_bytes_on_disk_and_none_in_memory(tmp_path: Path) -> 
 @pytest.fixture
 def recipe(tiny_llama_dir: Path, tmp_path: Path) -> Recipe:
     text = tmp_path / "text.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": f"A heron waits {i} times for a fish. " * 4}) + "\n" for i in range(200))
-    )
+    text.write_text("".join(json.dumps({"text": f"A heron waits {i} times for a fish. " * 4}) + "\n" for i in range(200)))
     calibrate = {"data": str(text), "samples": 4, "seq_len": 32}
     train = {"data": str(text), "tokens": 1024, "seq_len": 32, "batch_size": 4, "validation_tokens": 128}
     return Recipe.model_validate({"model": str(tiny_llama_dir), "calibrate": calibrate, "train": train})
@@ -94,9 +92,7 @@ def digests(recipe: Recipe, folder: Path | None) -> list[str]:
     job = prepare(recipe, text_folder=folder)
     calibration = job.calibration_windows()
     assert calibration is not None
-    return [
-        windows.digest for windows in (calibration, job.train_windows(), job.validation_windows(), job.train_windows())
-    ]
+    return [windows.digest for windows in (calibration, job.train_windows(), job.validation_windows(), job.train_windows())]
 
 
 def test_windows_are_made_once_and_again_where_anything_differs(

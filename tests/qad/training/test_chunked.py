@@ -153,9 +153,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def _peak_growth(tokens: int) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK.format(tokens=tokens)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", _PEAK.format(tokens=tokens)], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 

@@ -45,21 +45,34 @@ def _one_eager_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [
-        {"text": f"The heron {i} waits for fish {7 * i}. He counts {i * i} sacks of flour." * 3} for i in range(200)
-    ]
+    lines = [{"text": f"The heron {i} waits for fish {7 * i}. He counts {i * i} sacks of flour." * 3} for i in range(200)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def job(model: Path, text: Path, scales: str = "mse", headroom: float = 1.0, **train: object) -> Job:
-    settings = {"tokens": 6 * 128, "seq_len": 32, "batch_size": 4, "lr": 1e-4, "validate_every": 3, "save_every": 3,
-                "validation_tokens": 128, "chunk": 64, "data": str(text)}  # fmt: skip
-    return prepare(Recipe.model_validate({
-        "model": str(model), "dtype": "float32", "quantize": {"scales": scales},
-        "calibrate": {"data": str(text), "samples": 8, "seq_len": 32, "headroom": headroom},
-        "train": {**settings, **train},
-    }))  # fmt: skip
+    settings = {
+        "tokens": 6 * 128,
+        "seq_len": 32,
+        "batch_size": 4,
+        "lr": 1e-4,
+        "validate_every": 3,
+        "save_every": 3,
+        "validation_tokens": 128,
+        "chunk": 64,
+        "data": str(text),
+    }
+    return prepare(
+        Recipe.model_validate(
+            {
+                "model": str(model),
+                "dtype": "float32",
+                "quantize": {"scales": scales},
+                "calibrate": {"data": str(text), "samples": 8, "seq_len": 32, "headroom": headroom},
+                "train": {**settings, **train},
+            }
+        )
+    )
 
 
 def rows(path: Path) -> list[dict[str, float | None]]:
@@ -156,11 +169,7 @@ def test_the_checker_tells_frozen_from_recomputed_scales(trained: Path, tmp_path
     export_arm(arm.folder, out)
     stored = load_file(out / "model.safetensors")
     q = quantize_group({DOWN: arm.weight(f"{DOWN}.weight")})[DOWN]
-    stored |= {
-        f"{DOWN}.weight": q.packed,
-        f"{DOWN}.weight_scale": q.block_scale,
-        f"{DOWN}.weight_scale_2": q.global_scale,
-    }
+    stored |= {f"{DOWN}.weight": q.packed, f"{DOWN}.weight_scale": q.block_scale, f"{DOWN}.weight_scale_2": q.global_scale}
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     assert [(f.rule, f.severity, f.module) for f in check(out, source=arm.folder)] == [("W3", "error", DOWN)]
 
@@ -186,9 +195,7 @@ def killed_after(step: int, prepared: Job, folder: Path) -> None:
             train(prepared, folder)
 
 
-def test_resumed_equals_uninterrupted_to_the_bit(
-    trained: Path, tiny_llama_dir: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_resumed_equals_uninterrupted_to_the_bit(trained: Path, tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     """Masters, scales, losses and counts."""
     whole = open_arm(trained / "qad")
     prepared = job(tiny_llama_dir, text_file, whole.scales)
@@ -197,8 +204,10 @@ def test_resumed_equals_uninterrupted_to_the_bit(
     for name in ("weights.safetensors", "frozen.safetensors", "scales.safetensors"):
         assert (resumed.folder / name).read_bytes() == (whole.folder / name).read_bytes()
     assert resumed.facts["training"] == whole.facts["training"]
-    timeless = [[{k: v for k, v in row.items() if k != "tokens_per_s"} for row in rows(folder / "metrics.jsonl")]
-                for folder in (trained, tmp_path)]  # fmt: skip
+    timeless = [
+        [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in rows(folder / "metrics.jsonl")]
+        for folder in (trained, tmp_path)
+    ]
     assert timeless[0] == timeless[1]
 
 
@@ -326,8 +335,13 @@ def test_an_export_of_weights_beyond_their_scales_counts_the_blocks_in_a_warning
     frozen = {m: scales for group in arm.selection.groups for m, scales in arm.frozen_scales(group).items()}
     q = quantize_group({DOWN: arm.source.get(f"{DOWN}.weight")})[DOWN]
     frozen[DOWN] = nvfp4.FrozenScales(q.block_scale, q.global_scale / 2)
-    run_stage(KIND, tmp_path / "arm", {}, {}, lambda f: write_arm(
-        f, "ptq", arm.source, arm.selection, arm.input_scales, scales=arm.scales, frozen=frozen))  # fmt: skip
+    run_stage(
+        KIND,
+        tmp_path / "arm",
+        {},
+        {},
+        lambda f: write_arm(f, "ptq", arm.source, arm.selection, arm.input_scales, scales=arm.scales, frozen=frozen),
+    )
     with pytest.warns(UserWarning, match=rf"{DOWN}: 512 of 512 blocks exceed their frozen scales"):
         export_arm(tmp_path / "arm", tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")[f"{DOWN}.weight_scale"].view(torch.uint8)
@@ -335,9 +349,7 @@ def test_an_export_of_weights_beyond_their_scales_counts_the_blocks_in_a_warning
     assert [f for f in check(tmp_path / "out") if f.severity == "error"] == []
 
 
-def test_what_the_search_cut_off_on_purpose_does_not_count(
-    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_what_the_search_cut_off_on_purpose_does_not_count(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     student = student_of(job(tiny_llama_dir, text_file, "mse"), tmp_path)
     module = student.frozen[UP]
     byte = module.block_scale.view(torch.uint8)
@@ -366,9 +378,7 @@ def test_headroom_gives_inputs_above_the_calibrated_amax_room(
     first = "model.layers.0.self_attn.q_proj"
     seen = []
     handle = student.model.get_submodule(first).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    warned = (
-        pytest.warns(UserWarning, match="lie above what was calibrated") if headroom < 1 else contextlib.nullcontext()
-    )
+    warned = pytest.warns(UserWarning, match="lie above what was calibrated") if headroom < 1 else contextlib.nullcontext()
     with torch.no_grad(), warned, student.saturation.counting():
         student.model.base_model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False)
     handle.remove()
@@ -396,9 +406,7 @@ def test_inputs_are_counted_once_per_scale_group(tiny_llama_dir: Path, text_file
     assert student.saturation.shares["saturated_input_share"] == 64 / (2 * 320)
 
 
-def test_formats_without_activation_quantization_count_no_inputs(
-    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_formats_without_activation_quantization_count_no_inputs(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     prepared = job(tiny_llama_dir, text_file, "mse")
     quantize = prepared.recipe.quantize.model_copy(update={"format": "W4A16_NVFP4"})
     student = student_of(prepare(prepared.recipe.model_copy(update={"quantize": quantize})), tmp_path)

@@ -43,20 +43,33 @@ def _one_eager_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [
-        {"text": f"The heron {i} waits for fish {7 * i}. He counts {i * i} sacks of flour." * 3} for i in range(200)
-    ]
+    lines = [{"text": f"The heron {i} waits for fish {7 * i}. He counts {i * i} sacks of flour." * 3} for i in range(200)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def job(model: Path, text: Path, lr: float = 1e-4, **quantize: object) -> Job:
-    return prepare(Recipe.model_validate({
-        "model": str(model), "dtype": "float32", "quantize": {"scales": "mse", "rounding": "gptq", **quantize},
-        "calibrate": {"data": str(text), "samples": 16, "seq_len": 32},
-        "train": {"tokens": 6 * 128, "seq_len": 32, "batch_size": 4, "lr": lr, "validate_every": 3, "save_every": 3,
-                  "validation_tokens": 128, "chunk": 64, "data": str(text)},
-    }))  # fmt: skip
+    return prepare(
+        Recipe.model_validate(
+            {
+                "model": str(model),
+                "dtype": "float32",
+                "quantize": {"scales": "mse", "rounding": "gptq", **quantize},
+                "calibrate": {"data": str(text), "samples": 16, "seq_len": 32},
+                "train": {
+                    "tokens": 6 * 128,
+                    "seq_len": 32,
+                    "batch_size": 4,
+                    "lr": lr,
+                    "validate_every": 3,
+                    "save_every": 3,
+                    "validation_tokens": 128,
+                    "chunk": 64,
+                    "data": str(text),
+                },
+            }
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +158,11 @@ def test_streamed_and_loaded_models_decide_alike(ptq: Path, tiny_llama_dir: Path
     found = []
     for model in (streamed_model(prepared.source, "float32"), load_model(prepared.source, "float32", "cpu")):
         assert model is not None
-        found.append(decided_codes(model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"),
-                                   arm.input_scales, start))  # fmt: skip
+        found.append(
+            decided_codes(
+                model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), arm.input_scales, start
+            )
+        )
     for module, scales in found[0].items():
         other = found[1][module]
         assert scales.decided is not None
@@ -176,8 +192,16 @@ def test_a_trained_arm_rounds_to_nearest_and_one_that_found_nothing_keeps_the_co
 
 def test_experts_by_name_and_mixed_formats(make_qwen3: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
     model = make_qwen3(tmp_path / "moe", "mixtral")
-    prepared = job(model, text_file, formats={"*.self_attn.o_proj": "FP8", "*.self_attn.q_proj": "W4A16_NVFP4",
-                   "*.self_attn.k_proj": "W4A16_NVFP4", "*.self_attn.v_proj": "W4A16_NVFP4"})  # fmt: skip
+    prepared = job(
+        model,
+        text_file,
+        formats={
+            "*.self_attn.o_proj": "FP8",
+            "*.self_attn.q_proj": "W4A16_NVFP4",
+            "*.self_attn.k_proj": "W4A16_NVFP4",
+            "*.self_attn.v_proj": "W4A16_NVFP4",
+        },
+    )
     ptq_arm(prepared, tmp_path / "ptq")
     arm = open_arm(tmp_path / "ptq")
     assert arm.selection is not None
@@ -205,7 +229,10 @@ def test_codes_that_are_missing_are_refused(ptq: Path, tmp_path: Path) -> None:
 def test_codes_need_frozen_scales_and_text(tiny_llama_dir: Path, text_file: Path, quantize: dict[str, str]) -> None:
     calibrate = {"calibrate": {"data": str(text_file)}} if quantize else {}
     with pytest.raises(ValidationError, match="gptq decides codes beside frozen scales, on text"):
-        Recipe.model_validate({
-            "model": str(tiny_llama_dir),
-            "quantize": {"format": "W4A16_NVFP4", "scales": "mse", "rounding": "gptq", **quantize}, **calibrate,
-        })  # fmt: skip
+        Recipe.model_validate(
+            {
+                "model": str(tiny_llama_dir),
+                "quantize": {"format": "W4A16_NVFP4", "scales": "mse", "rounding": "gptq", **quantize},
+                **calibrate,
+            }
+        )

@@ -73,9 +73,7 @@ def test_known_values() -> None:
     """p = (1/2, 1/2), q = (1/4, 3/4)."""
     student, teacher, none = torch.tensor([[0.25, 0.75]]).log(), torch.zeros(1, 2), torch.tensor([-100])
     assert forward_kl(student, teacher).item() == pytest.approx(math.log(2) - math.log(3) / 2, abs=1e-6)
-    assert LOSSES["reverse_kl"](student, teacher, none).item() == pytest.approx(
-        0.75 * math.log(3) - math.log(2), abs=1e-6
-    )
+    assert LOSSES["reverse_kl"](student, teacher, none).item() == pytest.approx(0.75 * math.log(3) - math.log(2), abs=1e-6)
     assert LOSSES["jsd"](student, teacher, none).item() == pytest.approx(0.03382, abs=1e-5)
     assert cross_entropy(student, None, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3), abs=1e-6)
 

@@ -79,9 +79,7 @@ def student(source: Checkpoint, tmp_path: Path) -> Student:
 @pytest.mark.parametrize("method", ["qad", "qat"])
 def test_c3_accumulation_changes_neither_loss_nor_gradient(student: Student, source: Checkpoint, method: str) -> None:
     """Batch 4 x 1 and 1 x 4, windows of uneven supervision, so that a mean of means would differ."""
-    supervised = torch.rand(4, 32, generator=torch.Generator().manual_seed(0)) < torch.tensor(
-        [[0.1], [0.3], [0.6], [0.9]]
-    )
+    supervised = torch.rand(4, 32, generator=torch.Generator().manual_seed(0)) < torch.tensor([[0.1], [0.3], [0.6], [0.9]])
     objective, w = make_objective(student, source, method), windows(supervised=supervised)
     assert len({int(n) for n in w.counted_ST.sum(-1)}) == 4
     whole, parts = gradients(student, objective, w, 4), gradients(student, objective, w, 1)
@@ -127,9 +125,7 @@ def test_c9_a_micro_batch_without_a_supervised_token_contributes_nothing(student
     assert_same(gradients(student, objective, w, 1), gradients(student, objective, without, 1))
 
 
-def test_only_counted_positions_are_evaluated(
-    student: Student, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_counted_positions_are_evaluated(student: Student, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     supervised = torch.zeros(4, 32, dtype=torch.bool)
     supervised[:, 20:24] = True
     objective, w = make_objective(student, source), windows(supervised=supervised)

@@ -59,9 +59,7 @@ def test_every_parameter_is_the_decoded_export(source: Checkpoint, tmp_path: Pat
     for group in arm.selection.groups:
         quantized = quantize_group({m: student.masters[f"{m}.weight"].detach() for m in group})
         for module, q in quantized.items():
-            assert torch.equal(
-                parameters[f"{module}.weight"], nvfp4.dequantize(q, parameters[f"{module}.weight"].dtype)
-            )
+            assert torch.equal(parameters[f"{module}.weight"], nvfp4.dequantize(q, parameters[f"{module}.weight"].dtype))
             seen.add(f"{module}.weight")
     assert len(seen) == 14
     for name in parameters.keys() - seen:
@@ -191,12 +189,7 @@ def test_calibration_sees_real_tokens_only_whatever_batch_and_padding(source: Ch
 
     unused = max(sorted(set(range(512)) - set(windows.input_ids_ST.flatten().tolist()))[:12], key=over)
     assert over(unused) > 1.05
-    for wider in (
-        windows,
-        padded(windows, 64, 0, unused),
-        padded(windows, 0, 64, unused),
-        padded(windows, 7, 9, unused),
-    ):
+    for wider in (windows, padded(windows, 64, 0, unused), padded(windows, 0, 64, unused), padded(windows, 7, 9, unused)):
         for batch_size in (1, 4):
             scales = calibrate(model, selection, wider, batch_size=batch_size).input_scales
             for name, scale in alone.items():

@@ -43,10 +43,11 @@ def test_every_window_reads_back_as_the_live_teacher(teacher: Any, windows: Wind
     for index in (torch.tensor([6, 0, 4, 3]), torch.tensor([4]), torch.arange(7)):
         found = cache.read(index, torch.device("cpu"))
         hidden = [
-            teacher.base_model(windows.input_ids_ST[i, None], position_ids=windows.position_ids_ST[i, None], use_cache=False)
-            .last_hidden_state[0][windows.counted_ST[i]]
+            teacher.base_model(
+                windows.input_ids_ST[i, None], position_ids=windows.position_ids_ST[i, None], use_cache=False
+            ).last_hidden_state[0][windows.counted_ST[i]]
             for i in index
-        ]  # fmt: skip
+        ]
         wanted = [TopK.of(Head.of(teacher).logits(h), 9) for h in hidden if len(h)]
         assert found.ids_tK.dtype == torch.int64
         for name in ("log_p_tK", "ids_tK", "log_tail_t"):

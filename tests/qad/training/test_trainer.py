@@ -24,11 +24,7 @@ from qad.training.stages import arm_settings, ptq_arm, trained_arm
 from qad.training.trainer import Trainer
 
 SHARES = ("saturated_weight_share", "saturated_input_share")
-SENTENCES = [
-    "The river runs past the mill {0}.",
-    "A heron waits {0} for fish.",
-    "He counts {0} sacks of flour and {0} more.",
-]
+SENTENCES = ["The river runs past the mill {0}.", "A heron waits {0} for fish.", "He counts {0} sacks of flour and {0} more."]
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +36,25 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(model: Path, text: Path, **train: object) -> Recipe:
-    settings = {"tokens": 10 * 4 * 32, "seq_len": 32, "batch_size": 4, "lr": 1e-4, "validate_every": 5, "save_every": 5,
-                "validation_tokens": 256, "chunk": 64, "data": str(text)}  # fmt: skip
-    return Recipe.model_validate({
-        "model": str(model), "dtype": "float32", "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
-        "train": {**settings, **train},
-    })  # fmt: skip
+    settings = {
+        "tokens": 10 * 4 * 32,
+        "seq_len": 32,
+        "batch_size": 4,
+        "lr": 1e-4,
+        "validate_every": 5,
+        "save_every": 5,
+        "validation_tokens": 256,
+        "chunk": 64,
+        "data": str(text),
+    }
+    return Recipe.model_validate(
+        {
+            "model": str(model),
+            "dtype": "float32",
+            "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
+            "train": {**settings, **train},
+        }
+    )
 
 
 def train(recipe_: Recipe, folder: Path, method: Method = "qad") -> Arm:
@@ -95,8 +104,13 @@ def test_the_arm_holds_the_student_alone(trained: tuple[Arm, Path], tiny_llama_d
     assert masters.keys() == load_file(tiny_llama_dir / "model.safetensors").keys()
     assert all(t.dtype == torch.float32 for t in masters.values())
     assert sorted(p.name for p in arm.folder.iterdir()) == [
-        "arm.json", "metrics.jsonl", "qad_manifest.json", "scales.safetensors", "selection.json", "weights.safetensors",
-    ]  # fmt: skip
+        "arm.json",
+        "metrics.jsonl",
+        "qad_manifest.json",
+        "scales.safetensors",
+        "selection.json",
+        "weights.safetensors",
+    ]
     assert arm.facts["tokens"] == {"train": 5120, "validation": 256}
 
 
@@ -126,19 +140,16 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
     a, b = (load_file(arm.folder / "weights.safetensors") for arm in (whole, resumed))
     assert all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
     assert whole.facts["training"] == resumed.facts["training"]
-    timeless = [[{k: v for k, v in r.items() if k != "tokens_per_s"} for r in rows(tmp_path / p / "metrics.jsonl")]
-                for p in ("whole", "parts")]  # fmt: skip
+    timeless = [
+        [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in rows(tmp_path / p / "metrics.jsonl")]
+        for p in ("whole", "parts")
+    ]
     assert timeless[0] == timeless[1]
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3, 4, 5, 6]), (60.0, [6])])
 def test_states_are_saved_by_time_and_when_they_are_decides_nothing(
-    tiny_llama_dir: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    minutes: float,
-    saved: list[int],
+    tiny_llama_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, saved: list[int]
 ) -> None:
     seen: list[int] = []
     save = trainer.save_state
@@ -149,9 +160,7 @@ def test_states_are_saved_by_time_and_when_they_are_decides_nothing(
         assert len(list(folder.glob("state-*"))) == 1
 
     monkeypatch.setattr(trainer, "save_state", watched)
-    by_time, by_steps = (
-        recipe(tiny_llama_dir, text_file, tokens=6 * 128, save_every=2, save_minutes=m) for m in (minutes, None)
-    )
+    by_time, by_steps = (recipe(tiny_llama_dir, text_file, tokens=6 * 128, save_every=2, save_minutes=m) for m in (minutes, None))
     train(by_time, tmp_path)
     assert seen == saved
     assert arm_settings(by_time, "qad") == arm_settings(by_steps, "qad")
@@ -216,9 +225,7 @@ def test_every_loss_brings_the_student_nearer(tiny_llama_dir: Path, text_file: P
     assert training["val_kl_best"] < training["val_kl_start"]
 
 
-def test_the_whole_cached_teacher_trains_like_the_live_one(
-    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_the_whole_cached_teacher_trains_like_the_live_one(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     live = train(recipe(tiny_llama_dir, text_file), tmp_path / "live")
     cached = train(recipe(tiny_llama_dir, text_file, teacher_cache=512), tmp_path / "cached")
     assert losses_of(tmp_path / "cached") == pytest.approx(losses_of(tmp_path / "live"), rel=1e-4)
@@ -230,8 +237,9 @@ def test_the_whole_cached_teacher_trains_like_the_live_one(
 def test_a_larger_teacher_with_a_padded_vocabulary(
     tiny_llama_dir: Path, text_file: Path, tmp_path: Path, make_llama: Callable[..., Path]
 ) -> None:
-    teacher = make_llama(tmp_path / "teacher", seed=1, hidden_size=96, vocab_size=576, num_attention_heads=6,
-                         num_key_value_heads=3)  # fmt: skip
+    teacher = make_llama(
+        tmp_path / "teacher", seed=1, hidden_size=96, vocab_size=576, num_attention_heads=6, num_key_value_heads=3
+    )
     job = prepare(recipe(tiny_llama_dir, text_file, teacher=str(teacher)))
     assert job.shared_ids == max(job.tokenizer.get_vocab().values()) + 1 <= 512
     training = train(recipe(tiny_llama_dir, text_file, teacher=str(teacher), lr=1e-3), tmp_path).facts["training"]
@@ -270,9 +278,7 @@ def test_patience_stops_and_keeps_the_best(tiny_llama_dir: Path, text_file: Path
 
 
 def test_c10_weights_that_do_not_move_are_said(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match="of the weights have moved in 5 steps|not one quantized value|never fell below"
-    ):
+    with pytest.warns(UserWarning, match="of the weights have moved in 5 steps|not one quantized value|never fell below"):
         arm = train(recipe(tiny_llama_dir, text_file, lr=1e-30), tmp_path)
     assert arm.facts["training"]["moved_masters"] < 0.01
     assert arm.facts["training"]["moved_deployed"] == 0.0
@@ -348,9 +354,7 @@ def test_a_loss_that_is_no_number_ends_training_and_the_last_good_state_is_kept(
         asked = poisoned(patch, {5, 6, 7, 8, 9, 10}, value)
         with (
             pytest.warns(UserWarning, match=f"step [56]: loss {value:g}, .*changes nothing"),
-            pytest.raises(
-                TrainingError, match=r"at step 7: .* for 3 steps on end .* of step 4 is kept .*Lower train.lr"
-            ),
+            pytest.raises(TrainingError, match=r"at step 7: .* for 3 steps on end .* of step 4 is kept .*Lower train.lr"),
         ):
             train(recipe(tiny_llama_dir, text_file), tmp_path / "poisoned")
     assert asked == [1, 2, 3, 4, 5, 6, 7]
@@ -374,9 +378,7 @@ def test_one_step_that_is_no_number_changes_nothing_and_training_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*inputs lie above what was calibrated:UserWarning")
-def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(
-    tiny_llama_dir: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="never fell below its PTQ start"):
         arm = train(recipe(tiny_llama_dir, text_file, lr=0.3, tokens=5 * 128), tmp_path)
     assert not arm.trained
@@ -385,17 +387,23 @@ def test_a_collapsing_rate_warns_and_the_ptq_weights_are_kept(
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1, 1, 0.8536, 0.5, 0.1464]),
-    ],
+    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]), ("cosine", [0.5, 1, 1, 0.8536, 0.5, 0.1464])],
 )
 def test_schedules(schedule: str, expected: list[float]) -> None:
-    config = Recipe.model_validate({
-        "model": "x", "calibrate": {"data": "python-docs"},
-        "train": {"data": "python-docs", "tokens": 6 * 64, "seq_len": 16, "batch_size": 4, "lr": 1.0, "schedule": schedule,
-                  "warmup_steps": 2},
-    }).train  # fmt: skip
+    config = Recipe.model_validate(
+        {
+            "model": "x",
+            "calibrate": {"data": "python-docs"},
+            "train": {
+                "data": "python-docs",
+                "tokens": 6 * 64,
+                "seq_len": 16,
+                "batch_size": 4,
+                "lr": 1.0,
+                "schedule": schedule,
+                "warmup_steps": 2,
+            },
+        }
+    ).train
     assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected, abs=1e-4)
     assert math.isclose(learning_rate(config, 2), 1.0)

@@ -28,13 +28,10 @@ def step(number: int, at: str, done: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "does"),
-    [("moved", ["moved", "recorded"]), ("validated", ["moved"]), ("recorded", ["moved", "validated", "recorded"])],
+    ("at", "does"), [("moved", ["moved", "recorded"]), ("validated", ["moved"]), ("recorded", ["moved", "validated", "recorded"])]
 )
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_acts_when_the_step_is_whole(
-    name: str, at: str, does: list[str], request: pytest.FixtureRequest
-) -> None:
+def test_a_signal_acts_when_the_step_is_whole(name: str, at: str, does: list[str], request: pytest.FixtureRequest) -> None:
     number, done = signal.Signals[name], list[str]()
     started = signal.signal(number, signal.SIG_DFL)  # nohup turns SIGHUP off
     request.addfinalizer(lambda: signal.signal(number, started))
