@@ -16,7 +16,7 @@ from export.files.whole_files import WholeFiles, byte_progress
 from export.layouts.config_files import CONFIG, NESTED, in_bfloat16, write_config_files, write_index
 from export.layouts.layout import LAYOUTS, Layout
 from export.layouts.scheme import scheme_of
-from export.store import Unit, units
+from export.stored_tensors import Unit, units
 from qad.arms.arm import Arm, open_arm
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of_arm

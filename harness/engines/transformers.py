@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.declared import algorithm_of
+from harness.engines.folder_config import algorithm_of
 from harness.records.record import Engine
 from qad.errors import UsageError
 from qad.model.attention import asked_attention

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.engines.declared import quantized_algorithm
+from harness.engines.folder_config import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
 from qad.errors import UsageError
 from qad.untrusted import count, mapping, strict_json

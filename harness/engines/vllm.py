@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.engines.answers import samples
-from harness.engines.declared import quantized_algorithm
+from harness.engines.folder_config import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
 
 NAME = "vllm"

@@ -17,7 +17,7 @@ from typing import Any
 from qad import __version__
 from qad.command import arguments, folders, measure_options
 from qad.command import measure as measure_command
-from qad.command.places import decide, models, require_arm_place
+from qad.command.inputs_and_outputs import decide, models, require_arm_place
 from qad.command.stopped import exit_code, stoppable
 from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError

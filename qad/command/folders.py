@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from qad.command.places import require_place
+from qad.command.inputs_and_outputs import require_place
 from qad.command.terminal import say, tell
 
 

@@ -32,7 +32,7 @@ from qad.text.data import Generations, RandomTokens
 from qad.text.documents import digest_documents
 from qad.text.windows import WindowSet
 from qad.training.calibrate import Calibration, calibrate
-from qad.training.gptq import decided_codes
+from qad.training.gptq_pass import decided_codes
 from qad.training.objective import Objective
 from qad.training.state import discard_state
 from qad.training.student import Student

@@ -24,7 +24,7 @@ from qad.numerics.formats import FORMATS
 from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.recipes.job import Job, prepare
 from qad.recipes.recipe import Recipe
-from qad.training.gptq import decided_codes
+from qad.training.gptq_pass import decided_codes
 from qad.training.stages import ptq_arm, trained_arm
 
 DOWN = "model.layers.0.mlp.down_proj"
