@@ -94,7 +94,8 @@ $(VLLM_VENV)/.done: pyproject.toml
 # What compares with vLLM's own classes runs in its environment. The others, `-m engine`, are part of `make test-all`.
 test-in-vllm: vllm-env
 	REQUIRE=in_vllm $(VLLM_VENV)/bin/python -m pytest -q -o filterwarnings=default -m in_vllm \
-		tests/engines/test_exclusion_rules.py tests/engines/test_families.py tests/exact/test_activations.py
+		tests/engines/test_exclusion_rules.py tests/engines/test_families.py \
+		tests/engines/test_nvfp4_cache.py tests/exact/test_activations.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) runs models build *.egg-info

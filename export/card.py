@@ -13,7 +13,6 @@ import yaml
 from export.card_sections import SERVE, made_section, serve_section
 from export.layouts.layout import Layout, scale_leaves
 from qad.arms.arm import Arm
-from qad.arms.kv_cache import OFF
 from qad.arms.selection import Selection
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS
 from qad.untrusted import clean, markdown_text
@@ -49,7 +48,7 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
     formats = {arm.selection.format_of(module) for module in arm.selection.modules}
-    text += serve_section(layout, formats, arm.config, arm.kv_cache != OFF) + made_section(arm)
+    text += serve_section(layout, formats, arm.config, arm.kv_format) + made_section(arm)
     return text if recovery is None else with_recovery(text, recovery)
 
 

@@ -20,10 +20,10 @@ SERVE = "\n## Serve\n"
 _SECTIONS = ("quantize", "calibrate", "train")
 
 
-def serve_section(layout: Layout, formats: Collection[str], config: Mapping[str, Any], fp8_cache: bool) -> str:
-    """formats: of its modules. config: config.json. fp8_cache: it announces an FP8 KV cache."""
+def serve_section(layout: Layout, formats: Collection[str], config: Mapping[str, Any], kv_format: str | None) -> str:
+    """formats: of its modules. config: config.json. kv_format: of the KV cache it announces."""
     code = "auto_map" in config
-    vllm = ["vllm serve .", *["--kv-cache-dtype fp8"] * fp8_cache, *["--trust-remote-code"] * code]
+    vllm = ["vllm serve .", *[f"--kv-cache-dtype {str(kv_format).lower()}"] * bool(kv_format), *["--trust-remote-code"] * code]
     lines = [" ".join(vllm)]
     if layout is MODELOPT:
         lines.append(" ".join(["trtllm-serve .", *["--trust_remote_code"] * code]))

@@ -18,7 +18,7 @@ from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
 from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
-from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.layout import LAYOUTS, Layout, require_kv_form
 from export.layouts.scheme import Scheme
 from export.rules.findings import Finding
 from export.rules.metadata import checked
@@ -66,7 +66,7 @@ def convert(folder: Path, layout: str, out: Path) -> Artifact:
         beside(folder, REWRITTEN).copy(partial)
         card = partial / "README.md"
         if card.is_file():
-            serve = serve_section(target, {*scheme.layers.values()}, opened.config, scheme.kv_cache is not None)
+            serve = serve_section(target, {*scheme.layers.values()}, opened.config, scheme.kv_cache)
             card.write_text(relabel(card.read_text(encoding="utf-8"), opened.layout, target, serve), encoding="utf-8")
         return files.finish()
 
@@ -84,8 +84,7 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     require_computed(folder, "converted")
     if folder.layout is target:
         raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")
-    if folder.announced.kv_cache not in (None, "FP8"):
-        raise UsageError(f"{folder.path} has a {folder.announced.kv_cache} KV cache: only FP8 ones can be converted")
+    require_kv_form(folder.announced.kv_cache, target, str(folder.path))
     assert folder.algorithm is not None
     layers = {module: folder.format_of(module) for module in in_model_order(folder)}
     return Scheme(folder.algorithm, excluded_names(folder), folder.announced.kv_cache, layers)

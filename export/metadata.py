@@ -15,7 +15,7 @@ from export.layouts.compressed_tensors import format_names
 from export.layouts.exclude import equal_or_regex
 from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT, Layout
 from qad.model.announced import not_computed, per_token
-from qad.numerics.formats import FORMATS, algorithm_of, announced_algorithm, with_inputs
+from qad.numerics.formats import FORMATS, algorithm_of, announced_algorithm, kv_format_of, with_inputs
 from qad.untrusted import mapping, names
 
 _METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
@@ -73,11 +73,8 @@ class Announced:
 
     @property
     def kv_cache(self) -> str | None:
-        """The KV cache algorithm: FP8, or what else the metadata say; None where there is none."""
-        algorithm = self.inner.get("kv_cache_quant_algo") or (self.outer or {}).get("kv_cache_scheme")
-        if not algorithm or isinstance(algorithm, str):
-            return algorithm or None
-        return {8: "FP8", 4: "NVFP4"}.get(mapping(algorithm).get("num_bits", 0), str(algorithm))
+        """The KV cache's format, or what else the metadata say; None where there is none."""
+        return kv_format_of(self.inner.get("kv_cache_quant_algo") or (self.outer or {}).get("kv_cache_scheme"))
 
     @property
     def algorithm(self) -> str | None:

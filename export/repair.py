@@ -33,7 +33,7 @@ from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.model.beside import beside
-from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, algorithm_of
+from qad.numerics.formats import FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, algorithm_of
 from qad.place import require_apart
 from qad.untrusted import mapping
 from qad.untrusted.safetensors_header import read_header
@@ -198,7 +198,7 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     layers = _formats(folder, layout)
     if layers is None:
         return folder.config, folder.nested  # a calibration is missing
-    kv_cache = "FP8" if folder.announced.kv_cache == "FP8" else None
+    kv_cache = folder.announced.kv_cache if folder.announced.kv_cache in KV_FORMATS else None
     scheme = Scheme(algorithm_of(layers.values()), excluded_names(folder), kv_cache, layers)
     outer, nested = quantization_blocks(layout, scheme)
     before = folder.announced.outer or {}

@@ -14,7 +14,7 @@ from export.check import check
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.layouts.config_files import CONFIG, NESTED, in_bfloat16, write_config_files, write_index
-from export.layouts.layout import LAYOUTS, Layout
+from export.layouts.layout import LAYOUTS, Layout, require_kv_form
 from export.layouts.scheme import scheme_of
 from export.stored_tensors import Unit, units
 from qad.arms.arm import Arm, open_arm
@@ -49,6 +49,7 @@ def export_arm(arm: Path, out: Path, layout: str = "modelopt", shard_size: int =
         raise UsageError(f"shard_size is {shard_size} bytes: give a positive number, such as {SHARD_SIZE}")
     opened = open_arm(arm)
     require_apart(out, {"arm": opened.folder, "source model": opened.source.folder})
+    require_kv_form(opened.kv_format, LAYOUTS[layout], str(arm))
     shards = plan_shards(list(units(opened, LAYOUTS[layout])), shard_size)
     config = {"layout": layout, "shard_size": shard_size}
     if opened.kv_cache == CAST:  # nothing else of the folder tells scales that are lost from scales that were never made
@@ -129,7 +130,7 @@ def _metadata(arm: Arm, own: Beside, folder: Path, shards: dict[str, list[Unit]]
     entries = {entry: file for file, shard in shards.items() for unit in shard for entry in unit.entries}
     if len(shards) > 1:
         write_index(folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries))
-    scheme = scheme_of(arm.selection, entries, arm.kv_cache)
+    scheme = scheme_of(arm.selection, entries, arm.kv_format)
     write_config_files(folder, in_bfloat16(arm.config), layout, scheme)
     own.copy(folder)
     (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")

@@ -15,10 +15,9 @@ from typing import Any
 from export.layouts.layout import COMPRESSED_TENSORS
 from export.layouts.scheme import Scheme
 from qad.model.families import DEFAULT
-from qad.numerics.formats import FORMATS, MIXED
+from qad.numerics.formats import FORMATS, KV_FORMATS, MIXED
 
 MIXED_FORMAT = "mixed-precision"
-_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def format_name(algorithm: str) -> str:
@@ -48,7 +47,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         "config_groups": {f"group_{number}": _group(format, targets) for number, (format, targets) in enumerate(groups.items())},
         "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
         "ignore": list(scheme.excluded),
-        "kv_cache_scheme": dict(_KV_CACHE) if scheme.kv_cache else None,
+        "kv_cache_scheme": KV_FORMATS[scheme.kv_cache].schemes[COMPRESSED_TENSORS.name] if scheme.kv_cache else None,
         "quant_method": COMPRESSED_TENSORS.name,
         "quantization_status": "compressed",
     }

@@ -20,12 +20,14 @@ import dataclasses
 
 from torch import Tensor
 
+from qad.errors import UsageError
 from qad.numerics.formats import (
     BLOCK_SCALE,
     CODES,
     FORMATS,
     GLOBAL_SCALE,
     INPUT_SCALE,
+    KV_FORMATS,
     NVFP4,
     Format,
     InLayout,
@@ -129,6 +131,13 @@ class Layout:
 MODELOPT = Layout("modelopt", (), kv_in_projection=True)
 COMPRESSED_TENSORS = Layout("compressed-tensors", (1,), kv_in_projection=False)
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
+
+
+def require_kv_form(format: str | None, layout: Layout, what: str) -> None:
+    """Raises UsageError where a layout has no words for a KV cache of this format."""
+    if format is not None and (format not in KV_FORMATS or layout.name not in KV_FORMATS[format].schemes):
+        knows = ", ".join(name for name, known in KV_FORMATS.items() if layout.name in known.schemes)
+        raise UsageError(f"{what} has a {format} KV cache, and the {layout.name} layout knows {knows}: choose another of the two")
 
 
 def scale_leaves() -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from export.layouts.layout import MODELOPT
 from export.layouts.scheme import Scheme
-from qad.numerics.formats import MIXED, quantizes_activations
+from qad.numerics.formats import KV_FORMATS, MIXED, quantizes_activations
 from qad.provenance import producer
 
 
@@ -20,7 +20,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     """`quantization_config` of config.json."""
     mixed = scheme.algorithm == MIXED
     groups = {format: sorted(modules) for format, modules in scheme.by_format.items()} if mixed else {}
-    kv_cache = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}} if scheme.kv_cache else {}
+    kv_cache = {"kv_cache_scheme": KV_FORMATS[scheme.kv_cache].schemes[MODELOPT.name]} if scheme.kv_cache else {}
     return {
         "config_groups": {
             f"group_{number}": _group(format, targets)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from qad.arms.kv_cache import OFF
 from qad.arms.selection import Selection
 from qad.untrusted.safetensors_header import Entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """algorithm: one of qad.numerics.formats.FORMATS, or MIXED_PRECISION. excluded: full names, sorted. kv_cache: FP8 or None.
-    layers: quantized modules -> format, in model order; a mixed checkpoint lists them."""
+    """algorithm: one of qad.numerics.formats.FORMATS, or MIXED_PRECISION. excluded: full names, sorted. kv_cache: one of
+    KV_FORMATS or None. layers: quantized modules -> format, in model order; a mixed checkpoint lists them."""
 
     algorithm: str
     excluded: tuple[str, ...]
@@ -29,8 +28,8 @@ class Scheme:
         return found
 
 
-def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str = OFF) -> Scheme:
-    """The scheme of an arm's export. entries: the tensors it holds. kv_cache: the policy; any but off is FP8.
+def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str | None = None) -> Scheme:
+    """The scheme of an arm's export. entries: the tensors it holds. kv_cache: format of the cache.
 
     Excluded are the Linears, routers and embeddings that stay BF16, by full name: no wildcard an engine could misread. Those
     that only engines build (MTP) are known by their weight's two dimensions. A tied head has no tensor of its own and is
@@ -42,4 +41,4 @@ def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str = OF
     listed = matrices - selection.modules.keys()
     heads = {name for name, reason in selection.excluded.items() if reason == "output head"}
     layers = {module: selection.format_of(module) for module in selection.modules}
-    return Scheme(selection.algorithm, tuple(sorted(listed | heads)), None if kv_cache == OFF else "FP8", layers)
+    return Scheme(selection.algorithm, tuple(sorted(listed | heads)), kv_cache, layers)

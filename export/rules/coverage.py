@@ -21,6 +21,7 @@ from export.layouts.exclude import (
 from export.layouts.layout import COMPRESSED_TENSORS, code_dtypes, scale_leaves
 from export.rules.findings import Finding, error, warning
 from qad.numerics.formats import MIXED
+from qad.untrusted import mapping
 
 _AGAIN = "export the arm again"
 
@@ -163,10 +164,10 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
             "E10",
             scales[0].rpartition(".")[0],
             "has KV scales but no KV cache algorithm is announced",
-            "announce FP8 or remove the scales",
+            "announce its format or remove the scales",
         )
     if announced and not scales and folder.casts_kv_cache:
-        told = "announces an FP8 KV cache without scales, as its recipe asks (cast): the engine uses 1.0"
+        told = f"announces an {announced} KV cache without scales, as its recipe asks (cast): the engine uses 1.0"
         yield warning("E10", "config.json", told, "set quantize.kv_cache to calibrated")
     elif announced and not scales:
         yield error(
@@ -175,6 +176,8 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
             "announces a quantized KV cache but there are no scales: the engine uses 1.0",
             "calibrate KV scales, or announce no quantized KV cache",
         )
+    if announced == "NVFP4":
+        yield from _nvfp4_cache(folder)
     attentions = {_attention(name): name for name in scales}
     for attention, name in attentions.items():
         for lost in (folder.layout.kv_scale(attention, cache) for cache in ("k", "v")):
@@ -195,6 +198,27 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
             value = float(folder.get(name).float().reshape(()))
             if not (math.isfinite(value) and value > 0):
                 yield error("E10", module, f"{leaf} is {value}", "calibrate again")
+
+
+def _nvfp4_cache(folder: Folder) -> Iterator[Finding]:
+    """What vLLM 0.32 does with an NVFP4 cache, read in its source: FlashInfer alone has kernels, and a mixed checkpoint gets no
+    scales, as ModelOptQuantConfigBase.from_config knows 8-bit caches only."""
+    if folder.algorithm == MIXED:
+        yield warning(
+            "E10",
+            "config.json",
+            "announces an NVFP4 KV cache in a mixed checkpoint: vLLM 0.32 quantizes the cache and reads no scales, it uses 1.0",
+            "set quantize.kv_cache to at_least_one or cast, quantize.kv_format to FP8, or one format for all modules",
+            "vllm",
+        )
+    config = mapping(folder.config.get("text_config")) or folder.config
+    heads = config.get("num_attention_heads")
+    width = config.get("head_dim") or (config["hidden_size"] // heads if heads and config.get("hidden_size") else None)
+    if isinstance(width, int) and width % 16:
+        yield error("E10", "config.json", f"an NVFP4 KV cache needs heads of a multiple of 16, not {width}", "announce FP8")
+    elif width == 64:
+        told = "heads of 64 in an NVFP4 KV cache: vLLM 0.32 reads them on B200 and GB200 alone and refuses elsewhere"
+        yield warning("E10", "config.json", told, "announce FP8 where it is served elsewhere", "vllm")
 
 
 def _layers_without_kv_scales(folder: Folder, attentions: Collection[str]) -> Iterator[Finding]:

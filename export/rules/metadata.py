@@ -11,7 +11,7 @@ from export.layouts.exclude import compressed_tensors_quantizes
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
 from export.rules.findings import Finding, error, warning
-from qad.numerics.formats import FORMATS, GLOBAL_SCALE, MIXED, quantizes_activations
+from qad.numerics.formats import FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, kv_format_of, quantizes_activations
 from qad.untrusted import mapping, names
 
 # Of modules of a mixed checkpoint, known to engines but not to this checker.
@@ -78,8 +78,7 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
             "make config.json `ignore` and hf_quant_config.json `exclude_modules` equal",
         )
     scheme, algorithm = outer.get("kv_cache_scheme"), nested.get("kv_cache_quant_algo")
-    bits = mapping(scheme).get("num_bits") if isinstance(scheme, dict) else {"FP8": 8, "NVFP4": 4}.get(str(scheme))
-    yield from _same("KV cache bits", bits, {"FP8": 8, "NVFP4": 4}.get(str(algorithm)))
+    yield from _same("the KV cache's format", kv_format_of(scheme), kv_format_of(algorithm))
 
 
 def e1_dtype(folder: Folder) -> Iterator[Finding]:
@@ -231,13 +230,13 @@ def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
     yield from _list_of_names(_NESTED, "exclude_modules", nested.get("exclude_modules"), "exclude_modules" in nested)
     if wanted := _group_size(str(algorithm)):
         yield from _size(_NESTED, nested.get("group_size"), "group_size" in nested, wanted)
-    known = ("FP8", "NVFP4", "INT8", None)
+    known = (*KV_FORMATS, "INT8", None)
     if nested.get("kv_cache_quant_algo") not in known:
         yield error(
             "E1",
             _NESTED,
             f"kv_cache_quant_algo is {nested['kv_cache_quant_algo']!r}, which no engine knows",
-            "set it to null or FP8",
+            f"set it to null or {' or '.join(KV_FORMATS)}",
         )
 
 

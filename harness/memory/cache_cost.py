@@ -22,8 +22,9 @@ from qad.errors import SourceError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import built_config
 from qad.model.families import family_of
+from qad.numerics.formats import KV_FORMATS, kv_format_of
 
-BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+BYTES = {"bf16": 2.0} | {name.lower(): format.bytes for name, format in KV_FORMATS.items()}
 LENGTHS = (4096, 32_768, 131_072)
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -84,13 +85,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def declared_dtype(folder: Path, config: Mapping[str, Any]) -> str:
     """The cache's element type that the folder announces: fp8, nvfp4, else bf16 (an engine may be told otherwise)."""
     block = config.get("quantization_config") or {}
-    algorithm = block.get("kv_cache_quant_algo")
-    scheme = block.get("kv_cache_scheme") or {}
+    algorithm = block.get("kv_cache_quant_algo") or block.get("kv_cache_scheme")
     beside = folder / "hf_quant_config.json"
     if not algorithm and beside.is_file():
         algorithm = json.loads(beside.read_text(encoding="utf-8")).get("quantization", {}).get("kv_cache_quant_algo")
-    bits = {"FP8": 8, "NVFP4": 4}.get(str(algorithm).upper(), scheme.get("num_bits"))
-    return {8: "fp8", 4: "nvfp4"}.get(bits or 16, "bf16")
+    found = (kv_format_of(algorithm) or "").lower()
+    return found if found in BYTES else "bf16"
 
 
 def _layers(config: Mapping[str, Any]) -> list[_Layer] | None:

@@ -2,7 +2,8 @@
 branches on where a checkpoint came from.
 
     arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), rounding (nearest,
-                         gptq), kv_cache (off, calibrated, at_least_one, cast), what was counted
+                         gptq), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
+                         counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
@@ -35,7 +36,7 @@ from qad.artifact import open_artifact
 from qad.errors import ArtifactError
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
-from qad.numerics.formats import FORMATS, Quantized
+from qad.numerics.formats import FORMATS, FP8, Quantized
 from qad.numerics.groups import _NONE_FROZEN, quantize_group
 from qad.untrusted.safetensors_header import read_header
 
@@ -136,6 +137,11 @@ class Arm:
     def kv_cache(self) -> str:
         """The policy of the KV cache's scales (qad.arms.kv_cache)."""
         return str(self.facts.get("kv_cache", OFF))
+
+    @property
+    def kv_format(self) -> str | None:
+        """One of KV_FORMATS (qad.numerics.formats); None where the cache stays in the compute dtype."""
+        return None if self.kv_cache == OFF else str(self.facts.get("kv_format", FP8))
 
     def frozen_scales(self, group: Sequence[str]) -> dict[str, nvfp4.FrozenScales]:
         """Frozen scales of the selected members of a scale group; empty where scales are dynamic, as a format may

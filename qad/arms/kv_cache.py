@@ -1,11 +1,12 @@
-"""The FP8 KV cache: what K and V of each attention get to be, and the scales that follow by policy.
+"""The quantized KV cache: what K and V of each attention get to be, and the scales that follow by policy.
 
     off            K and V stay in the compute dtype
     calibrated     scale = amax / 448, one for K and one for V of each attention      FP32
     at_least_one   max(scale, 1): small caches keep their distance to FP8's smallest numbers
     cast           no scales; the engine uses 1.0, and whatever is larger than 448 saturates
 
-Only the engine quantizes the cache; a scale of a policy is all that an export can say about it.
+Scales are the same for FP8 and for NVFP4 (qad.numerics.formats.KVFormat says why). Only the engine quantizes the cache; a scale
+of a policy and the format's name are all that an export can say about it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ NVFP4         weights E2M1 with a block scale per 16, inputs the same (W4A4)    
 W4A16_NVFP4   weights as NVFP4, inputs as they are
 FP8           weights and inputs E4M3 with one scale per tensor (W8A8)            qad.numerics.fp8
 
+The KV cache has formats of its own (KV_FORMATS): FP8, one scale a cache, and NVFP4, which has block scales beside it.
+
 A checkpoint whose modules have more than one of them is MIXED_PRECISION. Records are plain data, layouts' names included,
 so that they can be read without torch; the functions of a format are imported when they are first asked for.
 """
@@ -248,6 +250,40 @@ def add(format: Format, *, weights_alone: str | None = None) -> None:
 
 add(_NVFP4, weights_alone=W4A16_NVFP4)
 add(_FP8)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVFormat:
+    """A format of the KV cache. Scales are amax / 448 in every one: an engine widens NVFP4 to FP8 before it multiplies, so what a
+    block scale and an element make must be an E4M3 number (ModelOpt 0.47, unified_export_hf.py: amax / 448 for both).
+
+    name: ModelOpt's kv_cache_quant_algo.
+    bytes: of an element, with its share of a block scale.
+    bits: of an element, as a scheme counts them.
+    schemes: layout's name -> `kv_cache_scheme` of config.json; a layout that has none cannot announce it.
+    """
+
+    name: str
+    bytes: float
+    bits: int
+    schemes: Mapping[str, Any]
+
+
+_KV_8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+KV_FORMATS = {
+    "FP8": KVFormat("FP8", 1.0, 8, {"modelopt": _MODELOPT_8, "compressed-tensors": {**_KV_8, "strategy": "tensor"}}),
+    "NVFP4": KVFormat("NVFP4", 0.5625, 4, {"modelopt": "NVFP4"}),
+}
+
+
+def kv_format_of(scheme: object) -> str | None:
+    """What a `kv_cache_scheme` or `kv_cache_quant_algo` means: the name of a KV format where it is one, else what it says; None
+    where it says nothing."""
+    if not scheme or isinstance(scheme, str):
+        known = {name.upper(): name for name in KV_FORMATS}
+        return known.get(scheme.upper(), scheme) if scheme else None
+    bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None
+    return next((format.name for format in KV_FORMATS.values() if format.bits == bits), str(scheme))
 
 
 def quantizes_activations(format: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from qad.errors import UsageError
-from qad.numerics.formats import FORMATS, quantizes_activations
+from qad.numerics.formats import FORMATS, KV_FORMATS, quantizes_activations
 from qad.text.data import Data, Positive
 
 
@@ -49,7 +49,9 @@ class Quantize(_Strict):
     rounding: Literal["nearest", "gptq"] = "nearest"
     """of 4-bit weights that are not trained: gptq decides codes and block scales against the inputs of the calibration text"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
-    """off, or FP8 with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
+    """off, or quantized with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
+    kv_format: Literal["FP8", "NVFP4"] = "FP8"
+    """of the KV cache: FP8, or NVFP4 (modelopt layout; vLLM 0.32 on Blackwell and a few others, nobody ran it here)"""
 
 
 class Calibrate(_Strict):
@@ -307,6 +309,11 @@ class Recipe(_Strict):
             raise ValueError(
                 "quantize.rounding gptq decides codes beside frozen scales, on text: set quantize.scales to mse and give "
                 "calibrate.data"
+            )
+        if self.quantize.kv_cache != "off" and self.export.layout not in KV_FORMATS[self.quantize.kv_format].schemes:
+            raise ValueError(
+                f"quantize.kv_format {self.quantize.kv_format} has no words in the {self.export.layout} layout: set "
+                "export.layout to modelopt"
             )
         weights_only = not any(map(quantizes_activations, (self.quantize.format, *self.quantize.formats.values())))
         if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):

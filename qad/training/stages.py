@@ -21,7 +21,7 @@ from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
 from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
-from qad.numerics.formats import FORMATS
+from qad.numerics.formats import FORMATS, FP8
 from qad.numerics.nvfp4 import FrozenScales
 from qad.numerics.scale_search import search_scales
 from qad.progress import Progress
@@ -58,9 +58,16 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
 
 def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
-    if section["rounding"] == NEAREST:  # as before there was another: finished arms keep their key
-        del section["rounding"]
+    for key, only in {"rounding": NEAREST, "kv_format": FP8}.items():
+        if section[key] == only:  # as before there was another: finished arms keep their key
+            del section[key]
     return section
+
+
+def _kv_facts(policy: str, format: str) -> dict[str, Any]:
+    if policy == OFF:
+        return {}
+    return {"kv_cache": policy} | ({} if format == FP8 else {"kv_format": format})
 
 
 def changed_arms(job: Job, arms: Path) -> dict[str, list[str]]:
@@ -114,7 +121,7 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
             model, headroom = _calibrated_model(job), section.headroom
             with Progress("calibrate", windows.tokens, "tok") as bar:
                 found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
-        facts: dict[str, Any] = {} if policy == OFF else {"kv_cache": policy}
+        facts = _kv_facts(policy, job.recipe.quantize.kv_format)
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
         frozen = _frozen_scales(job)
@@ -208,7 +215,7 @@ def trained_arm(
         progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": section.tokens_used, "validation": validation.tokens}
         text = {"train": train.facts(), "validation": validation.facts()}
-        kv_cache = {} if start.kv_cache == OFF else {"kv_cache": start.kv_cache}
+        kv_cache = _kv_facts(start.kv_cache, start.kv_format or FP8)
         write_arm(
             folder,
             method,

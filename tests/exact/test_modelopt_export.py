@@ -63,6 +63,7 @@ CASES += [
     ("llama", "MIXED_PRECISION", "off"),
     ("qwen3", "MIXED_PRECISION", "calibrated"),
     ("qwen3", "head", "off"),
+    ("qwen3", "NVFP4", "nvfp4"),
 ]
 FOUR_BITS = {"FP8": -14, "MIXED_PRECISION": -8, "head": 1}  # more or fewer of them
 
@@ -100,7 +101,7 @@ def exports(
             for quantizer in ("weight_quantizer", "input_quantizer")
         ]
     if kv != "off":
-        config["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+        config["quant_cfg"] += (mtq.NVFP4_KV_CFG if kv == "nvfp4" else mtq.FP8_KV_CFG)["quant_cfg"]
     mtq.quantize(model, config, lambda m: m(batch.input_ids_ST, use_cache=False))
     source = open_checkpoint(folder)
     selection = select(load_skeleton(source), **arguments)
@@ -109,13 +110,14 @@ def exports(
             preprocess_linear_fusion([model.get_submodule(module) for module in group])
     export_hf_checkpoint(model, export_dir=theirs)
 
-    found = calibrate(load_model(source, "bfloat16", "cpu"), selection, batch, kv_cache=kv)
+    policy, facts = ("calibrated", {"kv_format": "NVFP4"}) if kv == "nvfp4" else (kv, {})
+    found = calibrate(load_model(source, "bfloat16", "cpu"), selection, batch, kv_cache=policy)
     run_stage(
         "arm",
         root / "arm",
         {},
         {},
-        lambda f: write_arm(f, "ptq", source, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=kv),
+        lambda f: write_arm(f, "ptq", source, selection, found.input_scales, kv_scales=found.kv_scales, kv_cache=policy, **facts),
     )
     export_arm(root / "arm", ours)
     return ours, theirs
@@ -130,7 +132,7 @@ def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(exports: tuple[Pat
         "FP8": 14,
         "MIXED_PRECISION": 6,
     }.get(name, 0)
-    assert sum(n.endswith((".k_scale", ".v_scale")) for n in ours) == (4 if kv == "calibrated" else 0)
+    assert sum(n.endswith((".k_scale", ".v_scale")) for n in ours) == (0 if kv == "off" else 4)
     for tensor_name, tensor in ours.items():
         other = theirs[tensor_name]
         assert tensor.dtype == other.dtype

@@ -23,18 +23,19 @@ def commands(card: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "fp8_cache", "expected"),
+    ("layout", "config", "kv_format", "expected"),
     [
-        (MODELOPT, {}, False, ["vllm serve .", "trtllm-serve ."]),
-        (COMPRESSED_TENSORS, {}, False, ["vllm serve ."]),
-        (MODELOPT, {}, True, ["vllm serve . --kv-cache-dtype fp8", "trtllm-serve ."]),
-        (MODELOPT, {"auto_map": {}}, False, ["vllm serve . --trust-remote-code", "trtllm-serve . --trust_remote_code"]),
+        (MODELOPT, {}, None, ["vllm serve .", "trtllm-serve ."]),
+        (COMPRESSED_TENSORS, {}, None, ["vllm serve ."]),
+        (MODELOPT, {}, "FP8", ["vllm serve . --kv-cache-dtype fp8", "trtllm-serve ."]),
+        (MODELOPT, {}, "NVFP4", ["vllm serve . --kv-cache-dtype nvfp4", "trtllm-serve ."]),
+        (MODELOPT, {"auto_map": {}}, None, ["vllm serve . --trust-remote-code", "trtllm-serve . --trust_remote_code"]),
     ],
 )
 def test_serve_lines_have_the_options_that_the_checkpoint_needs(
-    layout: Any, config: dict[str, Any], fp8_cache: bool, expected: list[str]
+    layout: Any, config: dict[str, Any], kv_format: str | None, expected: list[str]
 ) -> None:
-    assert commands(serve_section(layout, ["NVFP4"], config, fp8_cache)) == expected
+    assert commands(serve_section(layout, ["NVFP4"], config, kv_format)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The FP8 KV cache: scales by policy from what goes into the cache, exported under the names of each layout."""
+"""The quantized KV cache: scales by policy from what goes into the cache, exported under the names of each layout."""
 
 from __future__ import annotations
 
@@ -49,11 +49,23 @@ def found(source: Checkpoint, policy: str, windows: Windows | None = None, model
     return calibrate(model or load_model(source, "float32", "cpu"), selection, windows or text(), kv_cache=policy)
 
 
-def export(source: Checkpoint, root: Path, policy: str, layout: str = "modelopt", exclude: tuple[str, ...] = ()) -> Path:
-    selection = select(load_skeleton(source), "W4A16_NVFP4", exclude=exclude)
-    scales = calibrate(load_model(source, "float32", "cpu"), selection, text(), kv_cache=policy).kv_scales
+def export(
+    source: Checkpoint,
+    root: Path,
+    policy: str,
+    layout: str = "modelopt",
+    exclude: tuple[str, ...] = (),
+    formats: dict[str, str] | None = None,
+    **facts: str,
+) -> Path:
+    selection = select(load_skeleton(source), "W4A16_NVFP4", exclude=exclude, formats=formats or {})
+    made = calibrate(load_model(source, "float32", "cpu"), selection, text(), kv_cache=policy)
     run_stage(
-        "arm", root / "arm", {}, {}, lambda f: write_arm(f, "ptq", source, selection, {}, kv_scales=scales, kv_cache=policy)
+        "arm",
+        root / "arm",
+        {},
+        {},
+        lambda f: write_arm(f, "ptq", source, selection, made.input_scales, kv_scales=made.kv_scales, kv_cache=policy, **facts),
     )
     export_arm(root / "arm", root / "out", layout=layout)
     return root / "out"
@@ -211,3 +223,32 @@ def test_a_recipe_that_casts_is_warned_about(source: Checkpoint, tmp_path: Path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare(load_recipe(str(tmp_path / "recipe.yaml"), ["quantize.kv_cache=calibrated"]))
+
+
+def test_an_nvfp4_cache_is_announced_in_the_words_of_modelopt_alone(source: Checkpoint, tmp_path: Path) -> None:
+    """Scales are those of FP8. compressed-tensors has no word for it: refused there, in a recipe and in a conversion too."""
+    out = export(source, tmp_path, "calibrated", kv_format="NVFP4")
+    assert announced(out) == ("NVFP4", "NVFP4")
+    assert check(out, source=tmp_path / "arm") == []
+    assert "--kv-cache-dtype nvfp4" in (out / "README.md").read_text()
+    eight = load_file(export(source, tmp_path / "eight", "calibrated") / "model.safetensors")
+    four = load_file(out / "model.safetensors")
+    assert all(torch.equal(four[name], eight[name]) for name in four)
+    with pytest.raises(UsageError, match=r"NVFP4 KV cache, and the compressed-tensors layout knows FP8"):
+        convert(out, "compressed-tensors", tmp_path / "converted")
+    with pytest.raises(UsageError, match=r"NVFP4 KV cache, and the compressed-tensors layout knows FP8"):
+        export_arm(tmp_path / "arm", tmp_path / "other", layout="compressed-tensors")
+    asked = ["quantize.kv_cache=cast", "quantize.kv_format=NVFP4", "export.layout=compressed-tensors"]
+    with pytest.raises(UsageError, match=r"no words in the compressed-tensors layout"):
+        load_recipe("smollm2-135m", asked)
+
+
+def test_an_nvfp4_cache_that_vllm_would_not_read_is_said(source: Checkpoint, tmp_path: Path) -> None:
+    mixed = export(source, tmp_path / "mixed", "cast", formats={"*.mlp.*": "FP8"}, kv_format="NVFP4")
+    told = [f.message for f in check(mixed) if f.rule == "E10"]
+    assert any("reads no scales" in message for message in told)
+    config = json.loads((mixed / "config.json").read_text())
+    for width, severity in ((64, "warning"), (24, "error"), (128, None)):
+        (mixed / "config.json").write_text(json.dumps({**config, "head_dim": width}))
+        found = [f.severity for f in check(mixed) if f.rule == "E10" and "heads of" in f.message]
+        assert found == ([severity] if severity else [])
