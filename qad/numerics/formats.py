@@ -279,9 +279,10 @@ KV_FORMATS = {
 def kv_format_of(scheme: object) -> str | None:
     """What a `kv_cache_scheme` or `kv_cache_quant_algo` means: the name of a KV format where it is one, else what it says; None
     where it says nothing."""
-    if not scheme or isinstance(scheme, str):
-        known = {name.upper(): name for name in KV_FORMATS}
-        return known.get(scheme.upper(), scheme) if scheme else None
+    if not scheme:
+        return None
+    if isinstance(scheme, str):
+        return scheme.upper() if scheme.upper() in KV_FORMATS else scheme
     bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None
     return next((format.name for format in KV_FORMATS.values() if format.bits == bits), str(scheme))
 
