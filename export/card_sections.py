@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 from export.layouts.layout import MODELOPT, Layout
-from qad import __version__
 from qad.arms.arm import GPTQ, Arm
 from qad.arms.origin import origin_of
 from qad.artifact import open_artifact
 from qad.numerics.formats import FORMATS
 from qad.untrusted import mapping, markdown_text
+from qad.version import __version__
 
 SERVE = "\n## Serve\n"
 _SECTIONS = ("quantize", "calibrate", "train")

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from qad import __version__
+from qad.version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "lm_eval", "nvidia-modelopt", "vllm")
 

@@ -12,8 +12,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import csv
 
 from harness.records.comparison import Comparison, Estimate
@@ -26,41 +26,22 @@ from reports.sections.tables import memory_of, points_of
 
 _FORMULA = ("=", "+", "-", "@")
 CSV_LIMIT = 400  # characters of a text
-_NUMBERS: dict[str, dict[str, type]] = {
-    "estimates": {"value": float, "low": float, "high": float, "n": int, "clusters": int},
-    "items": {"repeat": int, "bf16": float, "score": float},
-    "memory": {"bytes": int},
-    "throughput": {"batch": int, "input_tokens": int, "output_tokens": int, "repeat": int, "tokens_per_s": float},
-    "parity": {
-        "prompt": int,
-        "input_tokens": int,
-        "output_tokens": int,
-        "tokens_equal": int,
-        "max_difference": float,
-        "mean_difference": float,
-        "mean_kl": float,
-        "floor_kl": float,
-    },
-    "training": {
-        "step": int,
-        "tokens": int,
-        "kl": float,
-        "lr": float,
-        "tokens_per_s": float,
-        "val_kl": float,
-        "val_cross_entropy": float,
-        "saturated_weight_share": float,
-        "saturated_input_share": float,
-    },
+_COLUMNS = {
+    "estimates": "quantity arm against benchmark metric filter unit method note value low high n clusters",
+    "items": "task filter metric arm doc_hash prompt_hash cluster change repeat bf16 score",
+    "memory": "arm class bytes",
+    "throughput": "arm phase batch input_tokens output_tokens repeat tokens_per_s",
+    "parity": "arm engine version kernel layout verdict module prompt input_tokens output_tokens tokens_equal max_difference "
+    "mean_difference mean_kl floor_kl",
+    "training": "arm step tokens kl lr tokens_per_s val_kl val_cross_entropy saturated_weight_share saturated_input_share",
 }
-_TEXTS: dict[str, list[str]] = {
-    "estimates": ["quantity", "arm", "against", "benchmark", "metric", "filter", "unit", "method", "note"],
-    "items": ["task", "filter", "metric", "arm", "doc_hash", "prompt_hash", "cluster", "change"],
-    "memory": ["arm", "class"],
-    "throughput": ["arm", "phase"],
-    "parity": ["arm", "engine", "version", "kernel", "layout", "verdict", "module"],
-    "training": ["arm"],
-}
+# What is not named here is text.
+_INTEGERS = "n clusters repeat bytes batch input_tokens output_tokens prompt tokens_equal step tokens"
+_FLOATS = (
+    "value low high bf16 score tokens_per_s max_difference mean_difference mean_kl floor_kl kl lr val_kl val_cross_entropy "
+    "saturated_weight_share saturated_input_share"
+)
+_TYPES = {**dict.fromkeys(_INTEGERS.split(), "Int64"), **dict.fromkeys(_FLOATS.split(), "float64")}
 
 
 def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: list[Pair]) -> dict[str, bytes]:
@@ -93,7 +74,8 @@ def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: 
     }
     files = {}
     for name, entries in rows.items():
-        files[f"{name}.csv"], files[f"{name}.parquet"] = _csv(name, entries), _parquet(name, entries)
+        frame = _frame(name, entries)
+        files[f"{name}.csv"], files[f"{name}.parquet"] = _csv(frame), frame.to_parquet(index=False, compression="zstd")
     return files
 
 
@@ -161,27 +143,25 @@ def numbers_by_name(comparison: Comparison) -> dict[str, float]:
     }
 
 
-def _table(name: str, rows: list[dict[str, Any]], text: Any) -> Any:
-    kinds: dict[type, Any] = {float: pa.float64(), int: pa.int64()}
-    schema = pa.schema(
-        [(column, pa.string()) for column in _TEXTS[name]] + [(column, kinds[kind]) for column, kind in _NUMBERS[name].items()]
-    )
-    columns = {c: [text(str(row.get(c, ""))) for row in rows] for c in _TEXTS[name]}
-    columns |= {c: [row.get(c) for row in rows] for c in _NUMBERS[name]}
-    return pa.table(columns, schema=schema)
+def _frame(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The same columns and types whatever the rows hold, none included. A missing text is empty; a lone surrogate, which a broken
+    answer may hold, is no UTF-8."""
+    columns = {}
+    for column in _COLUMNS[name].split():
+        found = [row.get(column) if column in _TYPES else _utf8(str(row.get(column, ""))) for row in rows]
+        columns[column] = pd.Series(found, dtype=_TYPES.get(column, "string"))
+    return pd.DataFrame(columns)
 
 
-def _csv(name: str, rows: list[dict[str, Any]]) -> bytes:
+def _csv(frame: pd.DataFrame) -> bytes:
+    texts: pd.DataFrame = frame.select_dtypes("string").map(_plain_line)
     out = io.BytesIO()
-    csv.write_csv(_table(name, rows, _plain_line), out)
+    csv.write_csv(pa.Table.from_pandas(frame.assign(**texts), preserve_index=False), out)
     return out.getvalue()
 
 
-def _parquet(name: str, rows: list[dict[str, Any]]) -> bytes:
-    out = io.BytesIO()
-    # A lone surrogate, which a broken answer may hold, is no UTF-8.
-    pq.write_table(_table(name, rows, lambda s: s.encode("utf-8", "replace").decode("utf-8")), out, compression="zstd")
-    return out.getvalue()
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _plain_line(text: str) -> str:

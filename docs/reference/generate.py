@@ -1,9 +1,10 @@
-"""Pages that are made from the code when the documentation is built: recipe keys, commands, records."""
+"""Pages that are made from the code when the documentation is built: recipe keys, commands, records, Python."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import typing
 from pathlib import Path
@@ -18,7 +19,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs; adds the generated pages."""
     from mkdocs.structure.files import File
 
-    pages = {"keys": keys_page(), "commands": commands_page(), "records": records_page()}
+    pages = {"keys": keys_page(), "commands": commands_page(), "records": records_page(), "python": python_page()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -94,6 +95,58 @@ def records_page() -> str:
     for cls in (record.Record, record.Engine, *typing.get_args(record.Data)):
         parts.append(_data_class(cls))
     return "\n\n".join(parts) + "\n"
+
+
+_PYTHON = """# Python
+
+```python
+import qad
+
+found = qad.run("recipe.yaml", "runs/mine")              # or validate(...), compare(...)
+found.verdict                                            # outcome, reason, next_action
+found.estimates.query("quantity == 'recovery'")          # a pandas DataFrame
+found.training.plot(x="step", y=["kl", "val_kl"])
+```
+
+These are the functions behind the commands; nothing heavy is imported before one is called. What was done wrong is a
+`qad.errors.QadError` whose message holds the remedy. A `Place` is a path, as text or `pathlib.Path`; `say` is given every line
+that the command would print, and prints by itself. `import qad.hf` is for other tools:
+[Serve, and debug without a GPU](../guides/serve.md)."""
+
+
+def python_page() -> str:
+    """The names of `qad.__all__`, with signature and docstring."""
+    import qad
+
+    parts = [_PYTHON]
+    for name in ("load_recipe", "plan", "run", "check", "validate", "compare", "gate"):
+        function = getattr(qad, name)
+        given = list(inspect.signature(function).parameters.values())
+        lines = [f"    {_parameter(p)},\n" for p in given]
+        if by_name := [place for place, p in enumerate(given) if p.kind is p.KEYWORD_ONLY]:
+            lines.insert(by_name[0], "    *,\n")
+        returns = inspect.signature(function).return_annotation
+        signature = f"{name}(\n{''.join(lines)}) -> {returns}"
+        parts.append(f"## qad.{name}\n\n```python\n{signature}\n```\n\n{_prose(function)}")
+    members = [(name, value) for name, value in vars(qad.Results).items() if isinstance(value, property)]
+    rows = [
+        f"| `.{name}` | `{value.fget.__annotations__['return'].partition(' |')[0]}` | {_prose(value.fget)} |"
+        for name, value in members
+    ]
+    parts.append("\n".join([f"## qad.Results\n\n{_prose(qad.Results)}\n", "| | | |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _parameter(found: inspect.Parameter) -> str:
+    default = "print" if found.default is print else repr(found.default)
+    return f"{found.name}: {found.annotation}" + ("" if found.default is found.empty else f" = {default}")
+
+
+def _prose(documented: Any) -> str:
+    """A docstring as Markdown: one field a line."""
+    head, _, fields = (inspect.getdoc(documented) or "").partition("\n\n")
+    listed = "\n".join(f"- `{line.partition(': ')[0]}`: {line.partition(': ')[2]}" for line in fields.splitlines())
+    return f"{' '.join(head.split())}\n\n{listed}".strip()
 
 
 def _data_class(cls: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from harness.records.rebuild import STRICT
+
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
@@ -39,6 +41,7 @@ class Verdict:
     next_action: what to do, in one line.
     """
 
+    __pydantic_config__ = STRICT
     outcome: str
     policy: str
     about: str

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from qad import __version__
-from qad.command import arguments, folders, measure_options
+from qad.command import arguments, folders, interface, measure_options
 from qad.command import measure as measure_command
-from qad.command.inputs_and_outputs import decide, models, require_arm_place
+from qad.command.inputs_and_outputs import decide, require_arm_place
 from qad.command.stopped import exit_code, stoppable
 from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
-from qad.place import FULL, not_written, require_apart
+from qad.place import FULL, not_written
 from qad.untrusted import clean
+from qad.version import __version__
 
 _SOMEWHERE = "standard output or a file of a library (TMPDIR, HF_HOME)"
 _LAYOUTS = ["modelopt", "compressed-tensors"]
@@ -228,12 +228,7 @@ def _policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from qad.command.run import run
-    from qad.recipes.load import load_recipe
-
-    recipe = load_recipe(args.recipe, args.overrides)
-    require_apart(args.out, models(recipe))
-    run(recipe, args.out, say, args.redo)
+    interface.run(interface.load_recipe(args.recipe, args.overrides), args.out, redo=args.redo, say=say)
     return 0
 
 
@@ -255,10 +250,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from qad.command.planning.plan import plan
-    from qad.recipes.load import load_recipe
-
-    plan(load_recipe(args.recipe, args.overrides), say)
+    interface.plan(interface.load_recipe(args.recipe, args.overrides), say=say)
     return 0
 
 
@@ -315,25 +307,23 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from qad.command.compare import compare_arms
-
-    artifact, text = compare_arms(args.arms, args.out, margin=args.margin, policy=args.policy, noise_floor=args.noise_floor)
-    say(f"{text}\n\ncomparison: {artifact.path}")
+    options = {"margin": args.margin, "policy": args.policy, "noise_floor": args.noise_floor}
+    interface.compare(args.arms, args.out, **options, say=say)
     return 0
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from qad.command.validate import Validation, folders_of, section_of, validate
+    from qad.command.validate import folders_of, section_of
 
-    asked = Validation(folders_of(args.folders), section_of(args), args.policy, args.dtype, args.seed)
-    return validate(asked, args.out, say)
+    options = {"measure": section_of(args), "policy": args.policy, "dtype": args.dtype, "seed": args.seed}
+    verdict = interface.validate(folders_of(args.folders), args.out, **options, say=say).verdict
+    return verdict.exit_code if verdict else 0
 
 
 def _gate(args: argparse.Namespace) -> int:
     from harness.records.verdict import to_json
-    from qad.command.compare import gate
 
-    verdict = gate(args.results, args.policy, args.arm)
+    verdict = interface.gate(args.results, args.policy, args.arm)
     if args.json:
         say(json.dumps(to_json(verdict), indent=1))
     else:

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from qad.command import interface
 from qad.command.inputs_and_outputs import require_place
 from qad.command.terminal import say, tell
 
@@ -32,12 +33,12 @@ def convert_folder(args: argparse.Namespace) -> int:
 
 
 def check_folder(args: argparse.Namespace) -> int:
-    from export.check import check, looked_at, to_json
+    from export.check import looked_at, to_json
     from export.rules.findings import finding_lines
     from reports.numbers import plural
 
     folder = _fixed(args) if args.fix else args.folder
-    findings = check(folder, source=args.source, tp=args.tp, engine=args.engine)
+    findings = interface.check(folder, source=args.source, tp=args.tp, engine=args.engine)
     bad = [f for f in findings if f.severity == "error" or args.strict]
     if args.json:
         say(json.dumps(to_json(findings), indent=1))

@@ -31,7 +31,6 @@ from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from harness.records.comparison import Comparison
 from harness.records.record import Record
-from harness.records.verdict import Verdict
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
 from qad.command.planning.preflight import require_measurable
@@ -181,11 +180,6 @@ def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tra
     if verdict:
         say(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return next(path for path in paths if path.suffix == ".html")
-
-
-def judged(out: Path, policy: str) -> Verdict | None:
-    """The verdict that the report of a run folder shows; None where there is nothing to judge."""
-    return verdict_on(compare(load_records(out)), load_policy(policy))
 
 
 def _complete_cards(out: Path, comparison: Comparison, records: list[Record]) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,11 +29,11 @@ from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from qad.arms.origin import reference_of
 from qad.command.measure import accuracy_section, fidelity_section
-from qad.command.run import judged, report_run
+from qad.command.run import report_run
 from qad.errors import ArtifactError, BrokenCheckpointError, UsageError
 from qad.lock import only_one
 from qad.place import require_apart, require_writable, write_whole
-from qad.recipes.load import parse_section
+from qad.recipes.load import parse_measure
 from qad.recipes.recipe import Measure
 from qad.text.documents import Part
 from qad.text.packing import MINIMUM
@@ -59,7 +60,7 @@ class Validation:
 
 
 def folders_of(arguments: Sequence[str]) -> dict[str, Path]:
-    """NAME=DIR, bf16 first by custom. Raises UsageError for a name twice, without bf16, and for a single folder."""
+    """NAME=DIR, bf16 first by custom. Raises UsageError for a name twice."""
     folders: dict[str, Path] = {}
     for argument in arguments:
         arm, equals, path = argument.partition("=")
@@ -68,16 +69,13 @@ def folders_of(arguments: Sequence[str]) -> dict[str, Path]:
         if arm in folders:
             raise UsageError(f"{arm} is given twice: name each folder differently")
         folders[arm] = Path(path)
-    if BASELINE not in folders or len(folders) < 2:
-        raise UsageError(f"give the original as {BASELINE}=DIR and at least one quantized folder, such as ptq=DIR")
     return folders
 
 
-def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> int:
-    """The exit code of the verdict: 0 pass, 1 fail or a broken folder, 3 inconclusive.
-
-    Raises UsageError, SourceError before anything is measured; BrokenCheckpointError naming the broken folders.
-    """
+def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> None:
+    """Fill `out`. Raises UsageError, SourceError before anything is measured; BrokenCheckpointError naming the broken folders."""
+    if BASELINE not in asked.folders or len(asked.folders) < 2:
+        raise UsageError(f"give the original as {BASELINE}=DIR and at least one quantized folder, such as ptq=DIR")
     load_policy(asked.policy)
     require_apart(out, {f"folder {arm}": folder for arm, folder in asked.folders.items()})
     _require_place(out)
@@ -97,22 +95,26 @@ def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> int:
                 getattr(measuring, kind)()
         say("== report")
         report_run(out, say, asked.policy)
-        verdict = judged(out, asked.policy)
-    return verdict.exit_code if verdict else 0
 
 
 def section_of(args: argparse.Namespace) -> Measure:
     """The section `measure` of a recipe that the arguments of `qad validate` stand for. Raises UsageError."""
-
     known = ("memory", "fidelity", "accuracy", "throughput")
     kinds = args.measure.split(",") if args.measure else known[:3]
     odd = next((kind for kind in kinds if kind not in known), None)
     if odd is not None:
         raise UsageError(f"--measure {odd!r} is unknown: use {', '.join(known)}")
     sections = {"fidelity": fidelity_section(args), "accuracy": accuracy_section(args), "throughput": {}}
-    asked = {kind: parse_section(kind, sections[kind]).model_dump() for kind in kinds if kind != "memory"}
-    measure = Measure.model_validate({"engine": args.engine, "memory": "memory" in kinds, **asked})
+    asked = {kind: sections[kind] for kind in kinds if kind != "memory"}
+    measure = parse_measure({"engine": args.engine, "memory": "memory" in kinds, **asked})
     return measure if args.measure else with_speed(measure, {})
+
+
+def asked_measure(given: Measure | Mapping[str, Any] | None) -> Measure:
+    """The same from Python; None: what the command measures by itself. Raises UsageError."""
+    if given is None:
+        return with_speed(parse_measure({"fidelity": {"data": "python-docs"}, "accuracy": {"suite": "smoke"}}), {})
+    return given if isinstance(given, Measure) else parse_measure(dict(given))
 
 
 def with_speed(measure: Measure, throughput: dict[str, int]) -> Measure:

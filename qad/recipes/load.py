@@ -56,13 +56,17 @@ def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:
         raise UsageError(f"{where}: {clean(_explain(error, raw), _MESSAGE)}") from error
 
 
+def parse_measure(values: dict[str, Any]) -> Measure:
+    """The section `measure`, given by hand. Raises UsageError."""
+    try:
+        return Measure.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(clean(_explain(error, values, Measure), _MESSAGE)) from error
+
+
 def parse_section(kind: str, values: dict[str, Any]) -> Fidelity | Accuracy | Throughput:
     """Settings of one kind of measurement, given by hand. Raises UsageError."""
-    try:
-        section = Measure.model_validate({kind: values})
-    except ValidationError as error:
-        raise UsageError(clean(_explain(error, {kind: values}), _MESSAGE)) from error
-    value: Fidelity | Accuracy | Throughput = getattr(section, kind)
+    value: Fidelity | Accuracy | Throughput = getattr(parse_measure({kind: values}), kind)
     return value
 
 
@@ -83,11 +87,11 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise UsageError(f"--set {clean(override)}: the value is not valid YAML: {error}") from error
 
 
-def _explain(error: ValidationError, raw: Any) -> str:
+def _explain(error: ValidationError, raw: Any, root: type[BaseModel] = Recipe) -> str:
     """The first fault in one line: which key, what is wrong, the nearest known key."""
     first = error.errors(include_url=False)[0]
     kind = first["type"]
-    dotted, model = _place(first["loc"], raw)
+    dotted, model = _place(first["loc"], raw, root)
     if kind == "extra_forbidden":
         known = list(model.model_fields)
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
@@ -107,11 +111,10 @@ def _explain(error: ValidationError, raw: Any) -> str:
     return f"{dotted}: {message} (got {clean(repr(first['input']))})"
 
 
-def _place(location: tuple[int | str, ...], raw: Any) -> tuple[str, type[BaseModel]]:
+def _place(location: tuple[int | str, ...], raw: Any, model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """pydantic's location as the user wrote it, and the section it lies in: the name of a kind of source is no key, nor is
     the 0 of a source that was written without its list."""
     keys: list[str] = []
-    model: type[BaseModel] = Recipe
     for part in location:
         if isinstance(part, int):
             if isinstance(raw, list):

@@ -134,6 +134,7 @@ def test_reports_import_records_and_comparison_only() -> None:
         "qad.place",
         "qad.untrusted",
         "qad.untrusted.yaml_text",
+        "qad.version",
     ]
 
 
