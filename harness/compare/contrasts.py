@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from harness.compare.comparable import BASELINE
-from harness.records.comparison import BenchmarkRow, Contrast
-from harness.statistics.intervals import Floats, Interval, Ints, estimate, paired_difference_interval
+from harness.records.comparison import BenchmarkRow, Contrast, Estimate
+from harness.statistics.intervals import Floats, Ints, paired_difference_interval
 from harness.statistics.paired_tests import holm, items_needed, no_difference, non_inferiority
 
 MARGIN = 0.01
@@ -45,29 +46,23 @@ def _pair(benchmarks: Sequence[PairedScores], arm: str, against: str, margin: fl
 
 def _measured(scores: PairedScores, arm: str, against: str, margin: float) -> Contrast:
     row, cluster = scores.row, scores.cluster
-    sign = 1.0 if row.higher_is_better else -1.0
-    top, bottom = scores.values[arm], scores.values[against]
-    difference = np.asarray(sign * (top - bottom), dtype=np.float64)
-    interval = paired_difference_interval(top, bottom, cluster)
-    low, high = interval.low, interval.high
-    if sign < 0 and low is not None and high is not None:
-        low, high = -high, -low
+    top, bottom = (scores.values[name] for name in ((arm, against) if row.higher_is_better else (against, arm)))
+    difference = top - bottom
     p, test = no_difference(difference, cluster)
-    ratio = (top, bottom) if row.higher_is_better else (bottom, top)
-    positive = bool(ratio[1].mean() > 0)
+    positive = bool(bottom.mean() > 0)
     return Contrast(
         benchmark=row.label,
         arm=arm,
         against=against,
-        difference=estimate(float(difference.mean()), dataclasses.replace(interval, low=low, high=high), row.n),
+        difference=paired_difference_interval(top, bottom, cluster),
         worse=int(np.count_nonzero(difference < 0)),
         better=int(np.count_nonzero(difference > 0)),
         p=p,
         p_holm=None,
         test=test,
         margin=margin,
-        verdict=non_inferiority(*ratio, cluster, margin) if positive else "undecided",
-        items_needed=items_needed(*ratio, cluster, margin) if positive else None,
+        verdict=non_inferiority(top, bottom, cluster, margin) if positive else "undecided",
+        items_needed=items_needed(top, bottom, cluster, margin) if positive else None,
     )
 
 
@@ -76,19 +71,15 @@ def _printed(row: BenchmarkRow, arm: str, against: str, margin: float) -> Contra
     sign = 1.0 if row.higher_is_better else -1.0
     a, b = row.score[arm], row.score[against]
     value = sign * (a.value - b.value)
-    interval = Interval(None, None, row.clusters, "none", "inconclusive: imported without items")
-    if None not in (a.low, a.high, b.low, b.high):
-        assert a.low is not None
-        assert a.high is not None
-        assert b.low is not None
-        assert b.high is not None
-        half = float(np.hypot((a.high - a.low) / 2, (b.high - b.low) / 2))
-        interval = Interval(value - half, value + half, row.clusters, "both scores' errors, unpaired")
+    difference = Estimate(value, None, None, row.n, row.clusters, "none", "inconclusive: imported without items")
+    if a.high is not None and b.high is not None:
+        half = math.hypot(a.high - a.value, b.high - b.value)
+        difference = Estimate(value, value - half, value + half, row.n, row.clusters, "both scores' errors, unpaired")
     return Contrast(
         benchmark=row.label,
         arm=arm,
         against=against,
-        difference=estimate(value, interval, row.n),
+        difference=difference,
         worse=0,
         better=0,
         p=None,

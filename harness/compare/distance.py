@@ -14,7 +14,7 @@ import numpy as np
 from harness.compare.comparable import BASELINE
 from harness.records.comparison import Estimate, FidelityRow
 from harness.records.record import Continuation, FidelityData, FidelitySequence, FidelityStratum, Record
-from harness.statistics.intervals import Floats, Ints, cluster_index, estimate, mean_interval
+from harness.statistics.intervals import Floats, Ints, cluster_index, mean_interval, renumbered
 from harness.statistics.resampling import ratio_of_sums
 from qad.errors import DataError
 
@@ -87,11 +87,8 @@ def _require_same_text(data: dict[str, FidelityData]) -> None:
 
 
 def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
-    n = len(cluster)
-
     def per_token(values: Floats, *, log: bool) -> Estimate:
-        value = float(values.sum() / sums.tokens.sum())
-        return estimate(value, ratio_of_sums(values, sums.tokens, cluster, log=log), n)
+        return ratio_of_sums(values, sums.tokens, cluster, log=log)
 
     return FidelityRow(
         kl=per_token(sums.kl, log=_positive(sums.kl, cluster)),
@@ -99,7 +96,7 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
         perplexity=_exp(per_token(sums.nll, log=False)),
         perplexity_ratio=_exp(per_token(sums.nll - sums.nll_teacher, log=False)),
         token_kl=dict(data.token_kl),
-        sequences=n,
+        sequences=len(cluster),
         tokens=int(sums.tokens.sum()),
         by_position=_strata(data.by_position, cluster),
         by_entropy=_strata(data.by_entropy, cluster),
@@ -118,9 +115,8 @@ def _strata(strata: list[FidelityStratum] | None, cluster: Ints) -> dict[str, Es
         tokens, kl = (np.array(v, dtype=np.float64) for v in (stratum.tokens, stratum.kl_sum))
         there = tokens > 0
         if there.any():
-            groups = np.unique(cluster[there], return_inverse=True)[1].astype(np.int64)
-            interval = ratio_of_sums(kl[there], tokens[there], groups, log=_positive(kl[there], groups))
-            found[stratum.name] = estimate(float(kl.sum() / tokens.sum()), interval, int(there.sum()))
+            groups = renumbered(cluster[there])
+            found[stratum.name] = ratio_of_sums(kl[there], tokens[there], groups, log=_positive(kl[there], groups))
     return found
 
 
@@ -130,11 +126,10 @@ def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
     cluster = cluster_index([entry.cluster for entry in entries])
     columns = [[e.equal, e.diverged, e.written, e.nll_student - e.nll_teacher] for e in entries]
     equal, diverged, written, gap = np.array(columns, dtype=np.float64).T
-    n = len(entries)
     return {
-        "equal_tokens": estimate(float(equal.mean()), mean_interval(equal, cluster), n),
-        "diverged": estimate(float(diverged.mean()), mean_interval(diverged, cluster), n),
-        "written_ratio": _exp(estimate(float(gap.sum() / written.sum()), ratio_of_sums(gap, written, cluster, log=False), n)),
+        "equal_tokens": mean_interval(equal, cluster),
+        "diverged": mean_interval(diverged, cluster),
+        "written_ratio": _exp(ratio_of_sums(gap, written, cluster, log=False)),
     }
 
 
@@ -150,8 +145,7 @@ def _kl_ratio(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estima
     if not bottom.sum() > 0:
         notes.append("KL of qad / KL of ptq is n/a: ptq does not differ from its teacher")
         return None
-    log = _positive(top, cluster) and _positive(bottom, cluster)
-    return estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=log), len(top))
+    return ratio_of_sums(top, bottom, cluster, log=_positive(top, cluster) and _positive(bottom, cluster))
 
 
 def _gap_closed(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estimate | None:
@@ -172,7 +166,7 @@ def _gap_closed(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Esti
         return np.asarray(np.exp(mean) * (ptq.tokens + nll - mean * ptq.tokens), dtype=np.float64)
 
     top, bottom = linear(ptq.nll) - linear(qad.nll), linear(ptq.nll) - linear(ptq.nll_teacher)
-    return estimate(float(top.sum() / bottom.sum()), ratio_of_sums(top, bottom, cluster, log=False), len(top))
+    return ratio_of_sums(top, bottom, cluster, log=False)
 
 
 def _positive(values: Floats, cluster: Ints) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from harness.compare.comparable import BASELINE, item_order, task_keys, task_scores
 from harness.records.comparison import Estimate, OutputRow
 from harness.records.record import ERROR, LENGTH, Outputs, Record, TaskScore
-from harness.statistics.intervals import Floats, Ints, cluster_index, estimate, mean_interval
+from harness.statistics.intervals import Floats, Ints, cluster_index, mean_interval, renumbered
 from harness.statistics.resampling import ratio_of_sums
 
 
@@ -91,14 +91,11 @@ def _share(outputs: Outputs, of: str, order: Sequence[int], cluster: Ints) -> Es
 def _mean(values: Floats, cluster: Ints) -> Estimate:
     if not len(values):
         return Estimate(float("nan"), None, None, 0, 0, "none", "every request failed")
-    return estimate(float(values.mean()), mean_interval(values, _renumbered(cluster)), len(values))
+    return mean_interval(values, renumbered(cluster))
 
 
 def _ratio(top: Floats, bottom: Floats, cluster: Ints) -> Estimate | None:
-    if not bottom.sum() > 0:
-        return None
-    interval = ratio_of_sums(top, bottom, _renumbered(cluster), log=False)
-    return estimate(float(top.sum() / bottom.sum()), interval, len(top))
+    return ratio_of_sums(top, bottom, renumbered(cluster), log=False) if bottom.sum() > 0 else None
 
 
 def _inverse(estimate: Estimate | None) -> Estimate | None:
@@ -109,8 +106,3 @@ def _inverse(estimate: Estimate | None) -> Estimate | None:
         note = estimate.note or "inconclusive: too few right answers"
         return dataclasses.replace(estimate, value=1 / estimate.value, low=None, high=None, method="none", note=note)
     return dataclasses.replace(estimate, value=1 / estimate.value, low=1 / estimate.high, high=1 / estimate.low)
-
-
-def _renumbered(cluster: Ints) -> Ints:
-    """Clusters 0..G-1 of what is left."""
-    return np.unique(cluster, return_inverse=True)[1].astype(np.int64)

@@ -17,7 +17,7 @@ from harness.compare.distance import compare_fidelity
 from harness.compare.failures import answered
 from harness.records.comparison import Band, Estimate, NoiseFloor
 from harness.records.record import AccuracyData, FidelityData, Record
-from harness.statistics.intervals import LEVEL, Floats, Ints, cluster_totals, estimate, mean_interval
+from harness.statistics.intervals import LEVEL, Floats, Ints, cluster_totals, mean_interval
 from harness.statistics.resampling import RESAMPLES, SEED
 from qad.errors import DataError
 
@@ -83,9 +83,7 @@ def _accuracy(pair: dict[str, Record]) -> tuple[Band | None, dict[str, Band], Es
     if not draws:
         return None, bands, None
     changed, cluster = np.concatenate(moved), np.concatenate(groups)
-    found = mean_interval(changed, cluster)
-    share = estimate(float(changed.mean()), found, len(changed))
-    return _band(np.median(np.stack(draws), axis=0)), bands, share
+    return _band(np.median(np.stack(draws), axis=0)), bands, mean_interval(changed, cluster)
 
 
 def _signed_sums(totals: Floats, stream: int) -> Floats:

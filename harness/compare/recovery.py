@@ -33,7 +33,7 @@ from harness.compare.speed import compare_throughput, emulated, failure_shares
 from harness.compare.training_seeds import compare_seeds, merge_seeds, seeds_of
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import MemoryData, Record, TaskScore, arm_order
-from harness.statistics.intervals import Floats, Interval, Ints, cluster_count, estimate, mean_interval, paired_ratio_interval
+from harness.statistics.intervals import Floats, Ints, cluster_count, mean_interval, paired_ratio_interval
 from harness.statistics.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from qad.untrusted import mapping, names
 
@@ -148,14 +148,14 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         if _at_chance(first, bottom, cluster):
             notes.append(f"{label}: recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
             continue
-        recovery[arm] = _recovery(top, bottom, cluster)
+        recovery[arm] = paired_ratio_interval(top, bottom, cluster)
         deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
         bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in (base, usable[arm]))
         if bounded and (why := doubtful(recovery[arm])):
             doubt[arm] = why
             notes.append(f"{label}: recovery of {arm}, {why}")
         if first.chance is not None and first.higher_is_better:
-            above[arm] = _recovery(top, bottom, cluster, first.chance)
+            above[arm] = paired_ratio_interval(top, bottom, cluster, first.chance)
     row = BenchmarkRow(
         task=task,
         metric=metric,
@@ -167,7 +167,7 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         clusters=cluster_count(cluster),
         failed=found.failed,
         doubt=doubt,
-        score={arm: _score(v, cluster) for arm, v in usable.items()} | _alone(task, found.alone),
+        score={arm: mean_interval(v, cluster) for arm, v in usable.items()} | _alone(task, found.alone),
         recovery=recovery,
         recovery_above_chance=above,
         flips=flips,
@@ -177,19 +177,10 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
     return PairedScores(row, usable, cluster, deviations)
 
 
-def _score(values: Floats, cluster: Ints) -> Estimate:
-    return estimate(float(values.mean()), mean_interval(values, cluster), len(values))
-
-
 def _alone(task: str, scores: Mapping[str, TaskScore]) -> dict[str, Estimate]:
     """Scores of arms that are not compared, each of the items that it answered; nothing where it answered none."""
     found = {arm: paired(task, {arm: score}) for arm, score in scores.items() if score.items}
-    return {arm: _score(v[arm], cluster) for arm, (v, cluster) in found.items() if np.isfinite(v[arm]).all()}
-
-
-def _recovery(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0) -> Estimate:
-    value = (float(top.mean()) - chance) / (float(bottom.mean()) - chance)
-    return estimate(value, paired_ratio_interval(top, bottom, cluster, chance), len(top))
+    return {arm: mean_interval(v[arm], cluster) for arm, (v, cluster) in found.items() if np.isfinite(v[arm]).all()}
 
 
 def _at_chance(score: TaskScore, bottom: Floats, cluster: Ints) -> bool:
@@ -223,10 +214,8 @@ def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> E
     if len(drawn) < len(counted):
         unsure = [b.row.task for b, recovery in counted if recovery.low is None]
         note = f"inconclusive: {', '.join(unsure)} {'has' if len(unsure) == 1 else 'have'} no interval"
-        interval = Interval(None, None, clusters, "none", note)
-    else:
-        interval = median_interval(values, drawn, clusters)
-    return estimate(float(np.median(values)), interval, len(values))
+        return Estimate(float(np.median(values)), None, None, len(values), clusters, "none", note)
+    return median_interval(values, drawn, clusters)
 
 
 def _worst(arm: str, benchmarks: Sequence[PairedScores]) -> tuple[str, Estimate] | None:
@@ -249,10 +238,9 @@ def _median_gain(benchmarks: Sequence[PairedScores]) -> Estimate | None:
             drawn[arm] += [] if deviations is None else [deviations]
     clusters = sum(b.row.clusters for b in counted)
     if any(len(drawn[arm]) < len(counted) for arm in values):
-        interval = Interval(None, None, clusters, "none", "inconclusive: a benchmark has no interval")
-    else:
-        interval = median_difference_interval(values["qad"], drawn["qad"], values["ptq"], drawn["ptq"], clusters)
-    return estimate(float(np.median(values["qad"]) - np.median(values["ptq"])), interval, len(counted))
+        value = float(np.median(values["qad"]) - np.median(values["ptq"]))
+        return Estimate(value, None, None, len(counted), clusters, "none", "inconclusive: a benchmark has no interval")
+    return median_difference_interval(values["qad"], drawn["qad"], values["ptq"], drawn["ptq"], clusters)
 
 
 def _memory_ratio(arms: dict[str, Record]) -> dict[str, Estimate]:

@@ -10,7 +10,7 @@ import numpy as np
 from harness.compare.comparable import BASELINE
 from harness.records.comparison import Estimate
 from harness.records.record import Record, ThroughputData, ThroughputPoint
-from harness.statistics.intervals import estimate, log_ratio_t, mean_interval
+from harness.statistics.intervals import log_ratio_t, mean_interval
 
 Shape = tuple[str, int, int, int]  # phase, batch, input tokens, output tokens
 
@@ -85,9 +85,7 @@ def failure_shares(arms: dict[str, Record], answered: dict[str, tuple[int, int]]
     shares = {}
     for arm, (failed, sent) in counts.items():
         if sent > 0:
-            outcome = np.repeat([1.0, 0.0], [failed, sent - failed])
-            found = mean_interval(outcome, np.arange(sent))
-            shares[arm] = estimate(failed / sent, found, sent)
+            shares[arm] = mean_interval(np.repeat([1.0, 0.0], [failed, sent - failed]), np.arange(sent))
     return shares
 
 
@@ -119,8 +117,4 @@ def differing_settings(base: Record, other: Record) -> list[str]:
 def mean_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
     """Geometric mean of top / bottom over paired repeats, both positive; None without any. The interval is Student's t on the
     logs."""
-    if not pairs:
-        return None
-    value = math.exp(sum(math.log(top / bottom) for top, bottom in pairs) / len(pairs))
-    interval = log_ratio_t([top for top, _ in pairs], [bottom for _, bottom in pairs])
-    return estimate(value, interval, len(pairs))
+    return log_ratio_t([top for top, _ in pairs], [bottom for _, bottom in pairs]) if pairs else None

@@ -38,89 +38,77 @@ MIN_DISCORDANT = 10
 FEW_CLUSTERS = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """low/high None: no honest interval exists, `note` says why. clusters: groups behind it."""
-
-    low: float | None
-    high: float | None
-    clusters: int
-    method: str
-    note: str = ""
-
-
 def cluster_index(labels: Sequence[str]) -> Ints:
     """Number the clusters 0..G-1 in the order of their sorted names -> int64 [len(labels)]."""
     number = {name: i for i, name in enumerate(sorted(set(labels)))}
     return np.array([number[name] for name in labels], dtype=np.int64)
 
 
-def mean_interval(scores: Floats, cluster: Ints) -> Interval:
-    """Interval of the mean of `scores` [n] in clusters `cluster` [n]."""
-    groups = cluster_count(cluster)
+def mean_interval(scores: Floats, cluster: Ints) -> Estimate:
+    """The mean of `scores` [n] in clusters `cluster` [n]."""
+    groups, n = cluster_count(cluster), len(scores)
+    mean = float(scores.mean())
     if groups < 2:
-        return Interval(None, None, groups, "none", "one cluster: no interval")
-    mean, n = float(scores.mean()), len(scores)
+        return Estimate(mean, None, None, n, groups, "none", "one cluster: no interval")
     t = student_t(groups)
     if not is_binary(scores):
         half = t * math.sqrt(_cluster_variance(scores - mean, cluster)) / n
-        return Interval(mean - half, mean + half, groups, "cluster-robust t", few_clusters(groups))
+        return estimate(mean, mean - half, mean + half, n, groups, "cluster-robust t", few_clusters(groups))
     # A score of 0 or 1 shows nothing of the clustering: then a cluster counts as one item.
     effect = design_effect(scores, cluster) if 0 < mean < 1 else n / groups
     size = n / effect
     middle = (mean + t * t / (2 * size)) / (1 + t * t / size)
     half = t / (1 + t * t / size) * math.sqrt(mean * (1 - mean) / size + t * t / (4 * size * size))
     method = "Wilson" if effect == 1 else f"Wilson, design effect {effect:.2f}"
-    return Interval(max(0.0, middle - half), min(1.0, middle + half), groups, method, few_clusters(groups))
+    return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half), n, groups, method, few_clusters(groups))
 
 
-def paired_ratio_interval(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0, level: float = LEVEL) -> Interval:
-    """Interval of (mean(top) - chance) / (mean(bottom) - chance), scores of the same items [n]; bottom above chance.
+def paired_ratio_interval(top: Floats, bottom: Floats, cluster: Ints, chance: float = 0.0, level: float = LEVEL) -> Estimate:
+    """(mean(top) - chance) / (mean(bottom) - chance), scores of the same items [n]; bottom above chance.
 
     level: how sure each of the two limits is, 0.975 for a 95 % interval.
     """
     base = float(bottom.mean()) - chance
     ratio = (float(top.mean()) - chance) / base
     found = _paired_interval(top - chance - ratio * (bottom - chance), top, bottom, cluster, level)
-    if found.low is None or found.high is None:
-        return found
+    middle, floor = ratio, -math.inf
     if _differing(top, bottom) < MIN_DISCORDANT:  # limits of the difference
-        floor = -chance / base  # a score of 0
-        return dataclasses.replace(found, low=max(floor, 1 + found.low / base), high=1 + found.high / base)
-    return dataclasses.replace(found, low=ratio + found.low / base, high=ratio + found.high / base)
+        middle, floor = 1.0, -chance / base  # a score of 0
+    low, high = (None if end is None else middle + end / base for end in (found.low, found.high))
+    return dataclasses.replace(found, value=ratio, low=None if low is None else max(floor, low), high=high)
 
 
-def paired_difference_interval(top: Floats, bottom: Floats, cluster: Ints, level: float = LEVEL) -> Interval:
-    """Interval of mean(top) - mean(bottom), scores of the same items [n]; `level` as above."""
+def paired_difference_interval(top: Floats, bottom: Floats, cluster: Ints) -> Estimate:
+    """mean(top) - mean(bottom), scores of the same items [n]."""
     difference = float(top.mean()) - float(bottom.mean())
-    found = _paired_interval(top - bottom - difference, top, bottom, cluster, level)
-    if found.low is None or found.high is None or _differing(top, bottom) < MIN_DISCORDANT:
-        return found
-    return dataclasses.replace(found, low=difference + found.low, high=difference + found.high)
+    found = _paired_interval(top - bottom - difference, top, bottom, cluster, LEVEL)
+    middle = 0.0 if _differing(top, bottom) < MIN_DISCORDANT else difference
+    low, high = (None if end is None else middle + end for end in (found.low, found.high))
+    return dataclasses.replace(found, value=difference, low=low, high=high)
 
 
-def _paired_interval(residuals: Floats, top: Floats, bottom: Floats, cluster: Ints, level: float) -> Interval:
+def _paired_interval(residuals: Floats, top: Floats, bottom: Floats, cluster: Ints, level: float) -> Estimate:
     """-+ the half-width of the mean of `residuals` [n] (mean 0); with few differing items Tango's limits of the
-    difference of the means, or none."""
-    groups = cluster_count(cluster)
+    difference of the means, or none. Without its value."""
+    groups, n = cluster_count(cluster), len(top)
     if groups < 2:
-        return Interval(None, None, groups, "none", "inconclusive: one cluster")
+        return Estimate(math.nan, None, None, n, groups, "none", "inconclusive: one cluster")
     if _differing(top, bottom) < MIN_DISCORDANT:
         return _few_discordant(top, bottom, cluster, level)
-    half = student_t(groups, level) * math.sqrt(_cluster_variance(residuals, cluster)) / len(top)
-    return Interval(-half, half, groups, "paired, cluster-robust t", few_clusters(groups))
+    half = student_t(groups, level) * math.sqrt(_cluster_variance(residuals, cluster)) / n
+    return estimate(math.nan, -half, half, n, groups, "paired, cluster-robust t", few_clusters(groups))
 
 
 def _differing(top: Floats, bottom: Floats) -> int:
     return int(np.count_nonzero(top != bottom))
 
 
-def _few_discordant(top: Floats, bottom: Floats, cluster: Ints, level: float) -> Interval:
+def _few_discordant(top: Floats, bottom: Floats, cluster: Ints, level: float) -> Estimate:
     groups, n = cluster_count(cluster), len(top)
     differing = _differing(top, bottom)
     note = f"only {differing} of {n} items differ"
     if not (is_binary(top) and is_binary(bottom)):
-        return Interval(None, None, groups, "none", f"inconclusive: {note}")
+        return Estimate(math.nan, None, None, n, groups, "none", f"inconclusive: {note}")
     effect = 1.0
     if groups < n:
         # Few flips say little about how flips cluster; how correctness clusters is an upper guide to it.
@@ -133,7 +121,7 @@ def _few_discordant(top: Floats, bottom: Floats, cluster: Ints, level: float) ->
     quantile = float(ndtri(level)) if groups == n else student_t(groups, level)
     low, high = tango(gained / effect, lost / effect, n / effect, quantile)
     method = "Tango score" if effect == 1 else f"Tango score, design effect {effect:.2f}"
-    return Interval(low, high, groups, method, note)
+    return Estimate(math.nan, low, high, n, groups, method, note)
 
 
 def tango(gained: float, lost: float, n: float, quantile: float = Z) -> tuple[float, float]:
@@ -178,16 +166,16 @@ def design_effect(values: Floats, cluster: Ints) -> float:
     return max(1.0, _cluster_variance(deviation, cluster) / spread)
 
 
-def log_ratio_t(top: Sequence[float], bottom: Sequence[float]) -> Interval:
-    """Interval of the geometric mean of top[i] / bottom[i] over paired repeats: t on the log ratios."""
-    n = len(top)
-    if n < 2:
-        return Interval(None, None, n, "none", "one repeat: no interval")
-    logs = np.log(np.array(top) / np.array(bottom))
-    half = student_t(n) * float(logs.std(ddof=1)) / math.sqrt(n)
+def log_ratio_t(top: Sequence[float], bottom: Sequence[float]) -> Estimate:
+    """Geometric mean of top[i] / bottom[i] over paired repeats: t on the log ratios."""
+    n, logs = len(top), np.log(np.array(top) / np.array(bottom))
     mean = float(logs.mean())
+    if n < 2:
+        return Estimate(math.exp(mean), None, None, n, n, "none", "one repeat: no interval")
+    half = student_t(n) * float(logs.std(ddof=1)) / math.sqrt(n)
     note = f"only {n} repeats" if n < 5 else ""
-    return Interval(math.exp(mean - half), math.exp(mean + half), n, "t on log ratios of paired repeats", note)
+    method = "t on log ratios of paired repeats"
+    return estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, n, method, note)
 
 
 def is_binary(scores: Floats) -> bool:
@@ -220,9 +208,12 @@ def few_clusters(groups: int) -> str:
     return f"only {groups} clusters" if groups < FEW_CLUSTERS else ""
 
 
-def estimate(value: float, interval: Interval, n: int) -> Estimate:
-    """n: items; the interval knows its clusters. Limits that are not finite are no limits."""
-    low, high = interval.low, interval.high
-    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        low = high = None
-    return Estimate(value, low, high, n, interval.clusters, interval.method, interval.note)
+def renumbered(cluster: Ints) -> Ints:
+    """Clusters 0..G-1 of what is left of some."""
+    return np.unique(cluster, return_inverse=True)[1].astype(np.int64)
+
+
+def estimate(value: float, low: float, high: float, n: int, clusters: int, method: str, note: str = "") -> Estimate:
+    """Limits that are not finite are no limits."""
+    known = math.isfinite(low) and math.isfinite(high)
+    return Estimate(value, low if known else None, high if known else None, n, clusters, method, note)

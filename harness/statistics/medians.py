@@ -5,8 +5,9 @@ statistic where they fall into groups (the median of six equal values above five
 it covers .1-.6). So the true values get a model that allows ties: benchmarks fall into an unknown number of groups of equal
 value, any number and any sizes as likely a priori, with every grouping and every value weighed by how well it explains the
 recoveries and their errors (a mixture of finite mixtures: Miller and Harrison, Journal of the American Statistical
-Association 113, 2018, 340-356), sampled by Gibbs chains. Which group holds the middle one cannot be seen where groups are two or
-three errors apart, so of K benchmarks the interval leaves out 5 % / K of the medians drawn; two benchmarks have a mean.
+Association 113, 2018, 340-356), drawn by sequential imputation (Kong, Liu and Wong, same journal 89, 1994, 278-288). Which group
+holds the middle one cannot be seen where groups are two or three errors apart, so of K benchmarks the interval leaves out 5 % / K
+of the medians drawn; two benchmarks have a mean.
 
 Coverage in simulation (tests/bench/coverage.py), 11 benchmarks of known errors. Hardest is a median at the edge of the larger
 of two groups, six and five, that are 1, 1.5, 2, 2.5, 3, 4 and 5 errors apart: .99, .98, .98, .94, .93, .98, .99 with equal
@@ -30,21 +31,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import gammaln, ndtri
 
-from harness.statistics.intervals import (
-    LEVEL,
-    MIN_DISCORDANT,
-    Floats,
-    Interval,
-    Ints,
-    Z,
-    cluster_totals,
-    paired_ratio_interval,
-    student_t,
-)
+from harness.records.comparison import Estimate
+from harness.statistics.intervals import LEVEL, MIN_DISCORDANT, Floats, Ints, Z, cluster_totals, paired_ratio_interval, student_t
 from harness.statistics.resampling import RESAMPLES, SEED, resampled_sums
 
 AVERAGED = 2  # benchmarks: their median is a mean, which noise does not move to one side
-CHAINS, BURNED, KEPT = 400, 12, 10  # chains of a suite, and their sweeps
+DRAWS = 16_000
 
 
 def paired_ratio_deviations(top: Floats, bottom: Floats, cluster: Ints, stream: int, arm: int = 0) -> Floats | None:
@@ -71,15 +63,10 @@ def paired_ratio_deviations(top: Floats, bottom: Floats, cluster: Ints, stream: 
     return np.asarray((drawn - ratio) * widen, dtype=np.float64)
 
 
-def median_interval(values: Sequence[float], deviations: Sequence[Floats], clusters: int) -> Interval:
-    """Interval of the median of `values` [K] (one per benchmark) from resampled deviations, K arrays [RESAMPLES]."""
-    observed, moved = np.array(values), np.stack(deviations)
-    return interval_of_median(observed, _drawn(observed, moved, 0), clusters)
-
-
-def interval_of_median(observed: Floats, drawn: Floats, clusters: int) -> Interval:
-    """The same from medians that were drawn given the observed values [K]."""
-    return _interval(float(np.median(observed)), drawn, clusters, len(observed))
+def median_interval(values: Sequence[float], deviations: Sequence[Floats], clusters: int) -> Estimate:
+    """The median of `values` [K] (one per benchmark) from resampled deviations, K arrays [RESAMPLES]."""
+    observed = np.array(values)
+    return _interval(float(np.median(observed)), _drawn(observed, np.stack(deviations), 0), clusters, len(values))
 
 
 def median_difference_interval(
@@ -88,26 +75,19 @@ def median_difference_interval(
     bottom: Sequence[float],
     bottom_deviations: Sequence[Floats],
     clusters: int,
-) -> Interval:
-    """Interval of median(top) - median(bottom), two arms on the same K benchmarks, deviations drawn together."""
-    a, b = np.array(top), np.array(bottom)
-    up, down = np.stack(top_deviations), np.stack(bottom_deviations)
-    return interval_of_difference(a, up, _drawn(a, up, 0), b, down, _drawn(b, down, 1), clusters)
-
-
-def interval_of_difference(
-    a: Floats, up: Floats, drawn_a: Floats, b: Floats, down: Floats, drawn_b: Floats, clusters: int
-) -> Interval:
-    """The same from medians that were drawn given the observed values a, b [K]; up, down: their deviations [K, RESAMPLES].
+) -> Estimate:
+    """median(top) - median(bottom), two arms on the same K benchmarks, deviations drawn together.
 
     The two medians are drawn independently; then the spread of their difference is reduced by what the deviations,
     which share items and baseline, say about how the two medians move together. The interval also holds what a rerun
     of both arms would move the difference by: precise benchmarks shall not speak for the others.
     """
+    a, b = np.array(top), np.array(bottom)
+    up, down = np.stack(top_deviations), np.stack(bottom_deviations)
     apart = np.roll(down, RESAMPLES // 2, axis=1)  # the same draws, no longer together
     moved = _median(a, up) - _median(b, down)
     together, alone = float(np.std(moved)), float(np.std(_median(a, up) - _median(b, apart)))
-    drawn = drawn_a - drawn_b
+    drawn = _drawn(a, up, 0) - _drawn(b, down, 1)
     middle = float(drawn.mean())
     drawn = middle + (drawn - middle) * (min(1.0, together / alone) if alone > 0 else 1.0)
     value = float(np.median(a) - np.median(b))
@@ -118,12 +98,12 @@ def interval_of_difference(
     return dataclasses.replace(found, low=min(found.low, value - float(high)), high=max(found.high, value - float(low)))
 
 
-def _interval(value: float, drawn: Floats, clusters: int, benchmarks: int) -> Interval:
+def _interval(value: float, drawn: Floats, clusters: int, benchmarks: int) -> Estimate:
     level = LEVEL if benchmarks <= AVERAGED else 1 - (1 - LEVEL) / benchmarks
     low, high = np.quantile(drawn, [1 - level, level])
     few = f"only {benchmarks} benchmark{'s' if benchmarks > 1 else ''}" if benchmarks <= 3 else ""
     method = "resampling within each benchmark, values that may be equal"
-    return Interval(min(value, float(low)), max(value, float(high)), clusters, method, few)
+    return Estimate(value, min(value, float(low)), max(value, float(high)), benchmarks, clusters, method, few)
 
 
 def _median(observed: Floats, draws: Floats) -> Floats:
@@ -131,85 +111,39 @@ def _median(observed: Floats, draws: Floats) -> Floats:
 
 
 def _drawn(observed: Floats, deviations: Floats, stream: int) -> Floats:
-    """Medians of true values drawn given observed values [K] and their deviations [K, RESAMPLES]."""
-    if len(observed) <= AVERAGED:
-        return _median(observed, deviations)
-    error = np.sqrt(np.maximum(deviations.var(axis=1), 1e-12))
-    return drawn_medians(observed[None], error[None], stream)[0]
-
-
-def drawn_medians(observed: Floats, error: Floats, stream: int) -> Floats:
-    """Medians of true values drawn for S suites side by side, [S, CHAINS * KEPT], given observed values and errors [S, K]."""
-    suites, k = observed.shape
-    chains = _Chains(observed, error, np.random.default_rng([SEED, k, stream]))
-    for _ in range(BURNED):
-        chains.sweep()
-    kept = []
-    for _ in range(KEPT):
-        chains.sweep()
-        kept.append(np.median(chains.values, axis=1).reshape(suites, CHAINS))
-    return np.concatenate(kept, axis=1)
-
-
-class _Chains:
-    """CHAINS Gibbs samplers a suite of the true values behind `observed` [S, K] of errors [S, K], all side by side as R rows.
+    """Medians [DRAWS] of true values drawn given observed values [K] and their deviations [K, RESAMPLES].
 
     Values of one group are equal. A group's value is N(median, spread^2) a priori, the spread three times that of the observed
-    values about their median (MAD, so that a collapsed benchmark does not widen it) or the median error. A benchmark joins a
-    group of n others with weight n + 1, times how well the group's value explains it, or opens one with `_opening`.
-    State: the group of each benchmark, value and size of each group, all [R, K].
+    values about their median (MAD, so that a collapsed benchmark does not widen it) or the median error. Each draw takes the
+    benchmarks in an order of its own and puts one into a group of n others with weight n + 1, or opens a group with `_opening`,
+    times how well what the group holds predicts it. It counts for the product of the sums of these weights.
     """
-
-    def __init__(self, observed: Floats, error: Floats, rng: np.random.Generator) -> None:
-        k = observed.shape[1]
-        centre = np.median(observed, axis=1, keepdims=True)
-        deviation = np.median(np.abs(observed - centre), axis=1, keepdims=True) / ndtri(0.75)
-        spread = 3 * np.maximum(deviation, np.median(error, axis=1, keepdims=True))
-        # Of a group of one benchmark alone: how well it explains the benchmark, its value's mean and deviation.
-        alone = -0.5 * (observed - centre) ** 2 / (error**2 + spread**2) - 0.5 * np.log(1 + (spread / error) ** 2)
-        mean = (observed / error**2 + centre / spread**2) / (error**-2 + spread**-2)
-        self.observed, self.error, self.centre, self.spread, self.alone, self.mean, self.deviation = (
-            np.repeat(one, CHAINS, axis=0)
-            for one in (observed, error, centre, spread, alone, mean, (error**-2 + spread**-2) ** -0.5)
-        )
-        self.rng, self.row = rng, np.arange(len(self.observed))
-        self.joining = np.concatenate([[-np.inf], np.log(np.arange(2, k + 2))])
-        self.opening = _opening(k)
-        # Half of the chains begin with every benchmark in a group of its own, half with all in one.
-        apart = self.row[:, None] % 2 == 1
-        self.group = np.where(apart, np.arange(k), 0)
-        self.level = np.where(apart, self.observed, self.centre)
-        self.count = np.where(apart, 1, np.where(np.arange(k) == 0, k, 0))
-
-    @property
-    def values(self) -> Floats:
-        """[R, K]"""
-        return np.take_along_axis(self.level, self.group, axis=1)
-
-    def sweep(self) -> None:
-        """Every benchmark chooses its group anew, then every group its value."""
-        precision = np.repeat(self.spread**-2, self.group.shape[1], axis=1)
-        total = self.centre * precision
-        for k in range(self.group.shape[1]):
-            self._choose(k)
-        for k in range(self.group.shape[1]):
-            weight = self.error[:, k] ** -2
-            precision[self.row, self.group[:, k]] += weight
-            total[self.row, self.group[:, k]] += weight * self.observed[:, k]
-        self.level = total / precision + self.rng.standard_normal(total.shape) / np.sqrt(precision)
-
-    def _choose(self, k: int) -> None:
-        row, rng = self.row, self.rng
-        self.count[row, self.group[:, k]] -= 1
-        free = self.count.argmin(axis=1)
-        log = self.joining[self.count] - 0.5 * ((self.observed[:, k, None] - self.level) / self.error[:, k, None]) ** 2
-        log[row, free] = self.opening[(self.count > 0).sum(axis=1)] + self.alone[:, k]
-        chance = np.exp(log - log.max(axis=1, keepdims=True)).cumsum(axis=1)
-        chosen = (chance < rng.random((len(row), 1)) * chance[:, -1:]).sum(axis=1)
-        # A free group's value is of no weight where it is not chosen.
-        self.level[row, free] = self.mean[:, k] + self.deviation[:, k] * rng.standard_normal(len(row))
-        self.group[:, k] = chosen
-        self.count[row, chosen] += 1
+    if (k := len(observed)) <= AVERAGED:
+        return _median(observed, deviations)
+    error = np.sqrt(np.maximum(deviations.var(axis=1), 1e-12))
+    rng, row, opening = np.random.default_rng([SEED, k, stream]), np.arange(DRAWS), _opening(k)
+    centre = float(np.median(observed))
+    spread = 3 * max(np.median(np.abs(observed - centre)) / ndtri(0.75), np.median(error))
+    precision = np.full((DRAWS, k), spread**-2)  # of each group's value, and times its mean
+    total, count, group, weight = centre * precision, np.zeros((DRAWS, k), int), np.zeros((DRAWS, k), int), np.zeros(DRAWS)
+    joining = np.concatenate([[-np.inf], np.log(np.arange(2, k + 2))])
+    for one in rng.permuted(np.tile(np.arange(k), (DRAWS, 1)), axis=1).T:
+        log, free = joining[count], np.count_nonzero(count, axis=1)
+        log[row, free] = opening[free]
+        variance = error[one, None] ** 2 + 1 / precision
+        log += -0.5 * (observed[one, None] - total / precision) ** 2 / variance - 0.5 * np.log(variance)
+        most = log.max(axis=1)
+        chance = np.exp(log - most[:, None]).cumsum(axis=1)
+        chosen = (chance < rng.random((DRAWS, 1)) * chance[:, -1:]).sum(axis=1)
+        weight += most + np.log(chance[:, -1])
+        group[row, one] = chosen
+        count[row, chosen] += 1
+        precision[row, chosen] += error[one] ** -2
+        total[row, chosen] += error[one] ** -2 * observed[one]
+    level = total / precision + rng.standard_normal((DRAWS, k)) / np.sqrt(precision)
+    drawn = np.median(np.take_along_axis(level, group, axis=1), axis=1)
+    share = np.exp(weight - weight.max())
+    return np.asarray(rng.choice(drawn, DRAWS, p=share / share.sum()), dtype=np.float64)
 
 
 def _opening(k: int) -> Floats:

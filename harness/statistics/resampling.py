@@ -13,27 +13,27 @@ import math
 
 import numpy as np
 
-from harness.statistics.intervals import LEVEL, Floats, Interval, Ints, Z, cluster_count, cluster_totals, few_clusters, student_t
+from harness.records.comparison import Estimate
+from harness.statistics.intervals import LEVEL, Floats, Ints, Z, cluster_count, cluster_totals, estimate, few_clusters, student_t
 
 RESAMPLES = 4000
 SEED = 20_25
 _CHUNK = 1 << 21  # indices drawn at a time
 
 
-def ratio_of_sums(top: Floats, bottom: Floats, cluster: Ints, *, log: bool) -> Interval:
-    """Interval of sum(top) / sum(bottom) over sequences [n] in clusters: studentised cluster bootstrap.
+def ratio_of_sums(top: Floats, bottom: Floats, cluster: Ints, *, log: bool) -> Estimate:
+    """sum(top) / sum(bottom) over sequences [n] in clusters: studentised cluster bootstrap.
 
     bottom must be positive. log: work on the log of the ratio; only where every top is positive too.
     """
-    groups = cluster_count(cluster)
+    groups, n, value = cluster_count(cluster), len(top), float(top.sum() / bottom.sum())
     if groups < 2:
-        return Interval(None, None, groups, "none", "one cluster: no interval")
+        return Estimate(value, None, None, n, groups, "none", "one cluster: no interval")
     totals = np.stack([cluster_totals(top, cluster), cluster_totals(bottom, cluster)], axis=1)
-    ratio, error = _ratio_and_error(totals.sum(0)[None], _squares(totals)[None], groups)
-    value, spread = float(ratio[0]), float(error[0])
-    if spread <= 1e-12 * max(1.0, abs(value)):
-        return Interval(value, value, groups, "none needed", "every cluster gives the same value")
     products = np.stack([totals[:, 0] ** 2, totals[:, 0] * totals[:, 1], totals[:, 1] ** 2], axis=1)
+    spread = float(_ratio_and_error(totals.sum(0)[None], products.sum(0)[None], groups)[1][0])
+    if spread <= 1e-12 * max(1.0, abs(value)):
+        return Estimate(value, value, value, n, groups, "none needed", "every cluster gives the same value")
     sums = resampled_sums(np.concatenate([totals, products], axis=1), stream=0)
     drawn, errors = _ratio_and_error(sums[:, :2], sums[:, 2:], groups)
     # A resample of near-identical clusters has no error of its own; the smallest sensible one keeps it finite.
@@ -48,7 +48,7 @@ def ratio_of_sums(top: Floats, bottom: Floats, cluster: Ints, *, log: bool) -> I
         low, high = np.quantile((drawn - value) / errors, [1 - LEVEL, LEVEL])
         ends = value - high * spread, value - low * spread
     method = f"studentised cluster bootstrap, {RESAMPLES} resamples"
-    return Interval(float(ends[0]), float(ends[1]), groups, method, few_clusters(groups))
+    return estimate(value, float(ends[0]), float(ends[1]), n, groups, method, few_clusters(groups))
 
 
 def _ratio_and_error(sums: Floats, squares: Floats, groups: int) -> tuple[Floats, Floats]:
@@ -56,10 +56,6 @@ def _ratio_and_error(sums: Floats, squares: Floats, groups: int) -> tuple[Floats
     ratio = sums[:, 0] / sums[:, 1]
     residual = squares[:, 0] - 2 * ratio * squares[:, 1] + ratio**2 * squares[:, 2]
     return ratio, np.sqrt(np.maximum(residual, 0) * groups / (groups - 1)) / np.abs(sums[:, 1])
-
-
-def _squares(totals: Floats) -> Floats:
-    return np.array([(totals[:, 0] ** 2).sum(), (totals[:, 0] * totals[:, 1]).sum(), (totals[:, 1] ** 2).sum()])
 
 
 def resampled_sums(values: Floats, stream: int) -> Floats:

@@ -17,12 +17,12 @@ from scipy.special import ndtri
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from test_coverage import draw, truth
 
+from harness.records.comparison import Estimate
 from harness.statistics import intervals, medians, paired_tests, resampling
-from harness.statistics.intervals import Floats, Interval, Ints
+from harness.statistics.intervals import Floats, Ints
 
 SUITE = np.array([0.008, 0.015, 0.011, 0.027, 0.05, 0.005, 0.017, 0.04, 0.03, 0.02, 0.012])
 MARGIN = 0.05
-SIDE_BY_SIDE = 25  # suites whose chains run together
 TrueValues = Callable[[np.random.Generator, int], Floats]  # of k benchmarks
 # Questions, answers to each, BF16's score: eleven benchmarks of the sizes that are published.
 PUBLISHED = [
@@ -40,11 +40,11 @@ PUBLISHED = [
 ]
 
 
-def holds(found: Interval, true: float) -> bool:
+def holds(found: Estimate, true: float) -> bool:
     return found.low is not None and found.high is not None and found.low <= true <= found.high
 
 
-def width(found: Interval) -> float:
+def width(found: Estimate) -> float:
     assert found.low is not None
     assert found.high is not None
     return found.high - found.low
@@ -125,22 +125,18 @@ def suite(simulations: int, label: str, errors: Floats, true_values: TrueValues,
     rng = np.random.default_rng(list(label.encode()))
     k = len(errors)
     hits, widths = np.zeros(2), []
-    for start in range(0, simulations, SIDE_BY_SIDE):
-        n = min(SIDE_BY_SIDE, simulations - start)
-        first = np.array([true_values(rng, k) for _ in range(n)])
-        trues = (first, np.array([other(rng, k) for _ in range(n)]) if other else first)
-        shared = rng.standard_normal((n, k))
-        arms = [true + errors * (shared + rng.standard_normal((n, k))) / math.sqrt(2) for true in trues]
-        drawn = [medians.drawn_medians(arm, np.tile(errors, (n, 1)), stream) for stream, arm in enumerate(arms)]
-        for number in range(n):
-            both, up, down = (rng.standard_normal((k, medians.RESAMPLES)) for _ in range(3))
-            moved = [errors[:, None] * (both + own) / math.sqrt(2) for own in (up, down)]
-            (a, b), (drawn_a, drawn_b) = (arm[number] for arm in arms), (one[number] for one in drawn)
-            found = medians.interval_of_median(a, drawn_a, 0)
-            gain = medians.interval_of_difference(a, moved[0], drawn_a, b, moved[1], drawn_b, 0)
-            one, two = (float(np.median(true[number])) for true in trues)
-            hits += [holds(found, one), holds(gain, one - two)]
-            widths.append([width(found), width(gain)])
+    for _ in range(simulations):
+        first = true_values(rng, k)
+        trues = (first, other(rng, k) if other else first)
+        shared = rng.standard_normal(k)
+        a, b = (true + errors * (shared + rng.standard_normal(k)) / math.sqrt(2) for true in trues)
+        both, up, down = (rng.standard_normal((k, medians.RESAMPLES)) for _ in range(3))
+        moved = [list(errors[:, None] * (both + own) / math.sqrt(2)) for own in (up, down)]
+        found = medians.median_interval(a, moved[0], 0)
+        gain = medians.median_difference_interval(a, moved[0], b, moved[1], 0)
+        one, two = (float(np.median(true)) for true in trues)
+        hits += [holds(found, one), holds(gain, one - two)]
+        widths.append([width(found), width(gain)])
     shares = " ".join(f"{value / simulations:.3f}" for value in hits)
     points = " ".join(f"{100 * value:.1f}" for value in np.median(widths, axis=0))
     print(f"{label:70s} | {shares} | {points} points", flush=True)
@@ -210,6 +206,6 @@ if __name__ == "__main__":
     pairs(count)
     divergences(count // 4)
     resampling.RESAMPLES = medians.RESAMPLES = 1000
-    medians.CHAINS = 150
+    medians.DRAWS = 4000
     suites(count // 5)
     published(count // 20)

@@ -115,7 +115,7 @@ def test_the_median_of_a_suite_covers(
     errors: list[float], lower: int, apart: float, scatter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The median is one of the equal values above the lower group, where it is hardest to cover."""
-    monkeypatch.setattr(medians, "CHAINS", 80)
+    monkeypatch.setattr(medians, "DRAWS", 4000)
     k, simulations = len(errors), 40
     error = np.array(errors)
     rng = np.random.default_rng([k, round(1000 * apart)])
@@ -123,10 +123,10 @@ def test_the_median_of_a_suite_covers(
     true = np.array([rng.permutation([1 - apart] * low + [1.0] * (k - low)) for _ in range(simulations)])
     true = true + scatter * rng.standard_normal((simulations, k))
     observed = true + error * rng.standard_normal((simulations, k))
-    drawn = medians.drawn_medians(observed, np.tile(error, (simulations, 1)), 0)
+    deviations = list(error[:, None] * rng.standard_normal((k, medians.RESAMPLES)))
     hits = 0
-    for values, medians_drawn, one in zip(observed, drawn, true, strict=True):
-        found = medians.interval_of_median(values, medians_drawn, 0)
+    for values, one in zip(observed, true, strict=True):
+        found = medians.median_interval(values, deviations, 0)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= np.median(one) <= found.high
