@@ -178,6 +178,7 @@ def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
         figures.fidelity(comparison, records),
         details.token_kl(comparison),
         figures.strata(comparison),
+        strata.where_it_sits(comparison),
         strata.kl_by_stratum(comparison),
         strata.continuations(comparison),
     )

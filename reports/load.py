@@ -59,8 +59,8 @@ class Run:
     """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is
     none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
-    missing: (what was not measured, why), in the order of the report. measure: that section of the recipe, {} where it is
-    not known. left_out: sections that the recipe is without, of calibrate and train. samples: files of samples under
+    missing: (what was not measured, why), in the order of the report. measure, quantize: those sections of the recipe, {} where
+    it is not known. left_out: sections that the recipe is without, of calibrate and train. samples: files of samples under
     RUN/measure, as qad/accuracy.samples.parquet.
     """
 
@@ -73,6 +73,7 @@ class Run:
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
+    quantize: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def unasked(self, kind: str) -> str:
         """Why a kind of measurement is not there, where the recipe tells; else ""."""
@@ -88,7 +89,7 @@ def load_run(run: Path, given: list[Record]) -> Run:
     """The rest of the folder. given: the records the report is about; what they lack is listed as missing."""
     recipe = _text(run / RECIPE)
     settings = _settings(recipe)
-    measure = mapping(settings.get("measure"))
+    measure, quantize = mapping(settings.get("measure")), mapping(settings.get("quantize"))
     left_out = frozenset(name for name in ("calibrate", "train") if settings.get(name, {}) is None)
     arms = [*mapping(settings.get("arms"))] or [arm for arm in ARMS if arm != "qad" or "train" not in left_out]
     missing = _missing_records(run, given, measure, arms)
@@ -101,7 +102,7 @@ def load_run(run: Path, given: list[Record]) -> Run:
     others = {arm: found for arm, found in others.items() if found}
     measured = run / "measure"
     samples = frozenset(p.relative_to(measured).as_posix() for p in measured.glob("*/*.samples.parquet"))
-    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples, left_out)
+    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples, left_out, quantize)
 
 
 def _settings(recipe: str) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
         by_position=_strata(data.by_position, cluster),
         by_entropy=_strata(data.by_entropy, cluster),
         by_domain=_strata(data.by_domain, cluster),
+        by_part=_strata(data.by_part, cluster),
         by_layer={layer.name: layer.error for layer in data.by_layer or ()},
         bound=data.bound or "",
         saturated_inputs=data.saturated_inputs,

@@ -12,6 +12,7 @@ from torch import nn
 from harness.fidelity.continuations import measure_continuations
 from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.layers import measure_layers
+from harness.fidelity.parts import measure_parts
 from harness.records.record import FidelityData
 from qad.model.source import Checkpoint
 from qad.numerics.input_saturation import InputSaturation
@@ -19,7 +20,7 @@ from qad.recipes.recipe import Fidelity
 from qad.text.documents import Part, digest_documents
 from qad.text.packing import Sequences, sequences
 
-_EXTRAS = ("per_layer", "new_tokens", "prompt_tokens")
+_EXTRAS = ("per_layer", "split", "new_tokens", "prompt_tokens")
 
 
 def _section_settings(section: Fidelity) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def _section_settings(section: Fidelity) -> dict[str, Any]:
     settings = section.model_dump(mode="json", exclude=set(_EXTRAS))
     if section.per_layer:
         settings["per_layer"] = True
+    if section.split:
+        settings["split"] = True
     if section.new_tokens:
         settings |= {"new_tokens": section.new_tokens, "prompt_tokens": section.prompt_tokens}
     return settings
@@ -56,6 +59,9 @@ def measure_distances(
     if section.per_layer:
         for name, layers in measure_layers(students, teacher, text.pairs).items():
             measured[name] = dataclasses.replace(measured[name], by_layer=layers)
+    if section.split:
+        for name, parts in measure_parts(students, teacher, text.pairs, section.data.name).items():
+            measured[name] = dataclasses.replace(measured[name], by_part=parts)
     if section.new_tokens:
         written = measure_continuations(
             students, teacher, text.pairs, prompt_tokens=section.prompt_tokens, new_tokens=section.new_tokens, seed=seed

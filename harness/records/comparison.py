@@ -99,6 +99,7 @@ class FidelityRow:
     perplexity: of the text; perplexity_ratio is relative to the teacher's.
     token_kl: quantiles over the tokens, nats.
     by_position, by_entropy, by_domain: KL per token of a stratum.
+    by_part: KL per token under the weights alone, and under the quantized inputs alone.
     by_layer: relative error of the hidden states.
     equal_tokens: tokens before greedy decoding first differs, up to those asked for.
     diverged: share of the prompts on which it does.
@@ -117,6 +118,7 @@ class FidelityRow:
     by_position: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     by_entropy: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     by_domain: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    by_part: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     by_layer: dict[str, Number] = dataclasses.field(default_factory=dict)
     equal_tokens: Estimate | None = None
     diverged: Estimate | None = None

@@ -62,6 +62,7 @@ class FidelityData:
     """Distance from the BF16 teacher on the test split. `token_kl`: quantiles p50 p90 p99 p99_9 and max, nats.
 
     by_position, by_entropy (deciles of the teacher's entropy), by_domain (sources of the text): strata of the tokens.
+    by_part: the same tokens under the arm's weights alone, and under its quantized inputs alone (harness.fidelity.parts).
     bound: what the KL is a bound of, where it is none of the full vocabulary; None: exact.
     saturated_inputs: share of blocks of 16 inputs that lay above what was calibrated, over all quantized Linears; None: none
     quantizes its input, or nobody counted.
@@ -75,6 +76,7 @@ class FidelityData:
     by_position: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
     by_entropy: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
     by_domain: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
+    by_part: list[FidelityStratum] | None = dataclasses.field(default=None, metadata=LATER)
     by_layer: list[LayerDistance] | None = dataclasses.field(default=None, metadata=LATER)
     continuations: list[Continuation] | None = dataclasses.field(default=None, metadata=LATER)
     bound: str | None = dataclasses.field(default=None, metadata=LATER)

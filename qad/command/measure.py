@@ -181,7 +181,9 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
 
 
 def fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
-    extras = {"per_layer": getattr(args, "per_layer", False), "new_tokens": getattr(args, "new_tokens", None)}
+    extras = {key: getattr(args, key, False) for key in ("per_layer", "split")} | {
+        "new_tokens": getattr(args, "new_tokens", None)
+    }
     return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, **extras}
 
 

@@ -108,6 +108,7 @@ def fidelity(parser: argparse.ArgumentParser) -> None:
         help="--teacher is another model, on purpose: its records are compared with records of the same reference only",
     )
     test_text(parser)
+    parser.add_argument("--split", action="store_true", help="also the distance of weights alone and of quantized inputs alone")
     parser.add_argument("--per-layer", action="store_true", help="also the distance of hidden states, layer by layer")
     parser.add_argument(
         "--new-tokens",

@@ -53,12 +53,20 @@ def _stage(kind: str, folder: Path, missing: list[str]) -> str:
     if (folder / MANIFEST).is_file():
         facts = strict_json((folder / MANIFEST).read_bytes())
         size = sum(file["bytes"] for file in facts["files"].values())
-        return f"{kind} made {facts['created']}, {size / 1e6:,.1f} MB"
+        return f"{kind} made {facts['created']}, {size / 1e6:,.1f} MB{_weights(folder)}"
     missing.append(str(folder))
     states = sorted(folder.with_name(f"{folder.name}.partial").glob("state-*"))
     if states:
         return f"{kind} interrupted at step {int(states[-1].name.partition('-')[2])}"
     return f"{kind} not yet"
+
+
+def _weights(folder: Path) -> str:
+    """How an arm's 4-bit weights come about, where it is not the default."""
+    path = folder / "arm.json"
+    facts = mapping(strict_json(path.read_bytes())) if path.is_file() else {}
+    told = [(key, str(facts.get(key, usual))) for key, usual in (("scales", "dynamic"), ("rounding", "nearest"))]
+    return "".join(f", {key} {clean(value, 40)}" for key, value in told if value not in ("dynamic", "nearest"))
 
 
 def _records(folder: Path, measure: dict[str, Any], missing: list[str]) -> str:

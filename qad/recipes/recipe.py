@@ -205,6 +205,8 @@ class Fidelity(_Strict):
     """tokens at which a document is cut"""
     per_layer: bool = False
     """also the distance of hidden states, layer by layer"""
+    split: bool = False
+    """also the distance of the weights alone and of the quantized inputs alone"""
     new_tokens: Positive | None = None
     """tokens that are written after each document's beginning, greedily by every arm and freely by BF16"""
     prompt_tokens: Positive = 32

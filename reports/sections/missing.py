@@ -111,6 +111,8 @@ def _parts(row: FidelityRow, settings: dict[str, object]) -> Found:
     if not row.by_domain:
         several = isinstance(sources, dict) and len(sources) > 1
         yield "KL by source of the text", only_sums if several else "there is none: the test text has one source"
+    if not row.by_part:
+        yield "KL of weights alone and of inputs alone", "not measured: it was not asked for (split), or no input is quantized"
     if not row.by_layer:
         yield "Error of the hidden states by layer", "not measured: it was not asked for (per_layer)"
     if row.equal_tokens is None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from harness.records.comparison import Comparison, Estimate, FidelityRow
 from qad.untrusted import clean
-from reports.numbers import significant
-from reports.parts import Cell, Group, Row, Table
+from reports.numbers import percent, significant
+from reports.parts import Cell, Group, Row, Table, Text
 from reports.sections.outcome import BASELINE, arm_name
 from reports.sections.tables import NOT_AVAILABLE, NOT_MEASURED, number_cell, share_cell
 
@@ -19,6 +19,7 @@ STRATA: dict[str, Callable[[FidelityRow], Mapping[str, Estimate]]] = {
     "Tokens before the predicted one": lambda row: row.by_position,
     "Entropy of the teacher": lambda row: row.by_entropy,
     "Source of the text": lambda row: row.by_domain,
+    "What is quantized": lambda row: row.by_part,
 }
 
 
@@ -54,6 +55,24 @@ def kl_by_stratum(comparison: Comparison) -> Table | None:
     note = "KL in nats per token, with intervals over sequences; layers: sum of squared differences / sum of squares."
     columns = ["", *map(arm_name, rows)]
     return Table("Distance from the teacher, in parts", columns, groups, note, breakable=True)
+
+
+def where_it_sits(comparison: Comparison) -> Text | None:
+    """One sentence an arm: what weights alone and quantized inputs alone cost."""
+    told = [
+        f"{arm_name(arm)}: {significant(row.kl.value)} nats in all, "
+        + ", ".join(
+            f"{significant(part.value)} ({percent(part.value / row.kl.value)}) by {clean(name, 60)}" for name, part in parts
+        )
+        for arm, row in compared(comparison).items()
+        if (parts := row.by_part.items()) and row.kl.value > 0
+    ]
+    if not told:
+        return None
+    return Text(
+        f"Where the KL divergence sits. {'; '.join(told)}. Training can take away what the weights cost; below what the inputs "
+        "cost it gets only where weights make up for rounded inputs."
+    )
 
 
 def _estimate(estimate: Estimate | None) -> Cell:

@@ -34,6 +34,7 @@ OF_A_PLAIN_FIDELITY_RECORD = (
     "KL by position",
     "KL by the teacher's entropy",
     "KL by source of the text",
+    "KL of weights alone and of inputs alone",
     "Error of the hidden states by layer",
     "First divergence of greedy decoding, and perplexity of text the teacher wrote",
 )

@@ -94,3 +94,9 @@ def test_one_source_is_the_whole_text(parted: Comparison) -> None:
     table = strata.kl_by_stratum(dataclasses.replace(parted, fidelity=rows))
     assert table is not None
     assert "Source of the text" not in [group.title for group in table.groups]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_rounding_is_named(run: Path, parted: Comparison, records: list[Record]) -> None:
+    (run / "recipe.yaml").write_text("quantize: {scales: mse, rounding: gptq}\n", encoding="utf-8")
+    assert all("Scales of 4-bit weights: mse; codes: decided by gptq" in text for text in rendered(run, parted, records))
