@@ -22,7 +22,6 @@ from harness.accuracy.suite import Suite, load_suite, of_tasks
 from harness.accuracy.task_files import Places, load_tasks, require_known
 from harness.engines.transformers import LoadedModel
 from harness.records.record import AccuracyData, Engine
-from qad.errors import StorageError
 from qad.progress import Progress
 from qad.recipes.recipe import Accuracy
 
@@ -113,10 +112,7 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
         finally:
             journal.close()
     path = samples_path(record)
-    try:
-        write_samples(measured.samples, path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}: make room and run the same command") from error
+    write_samples(measured.samples, path)
     return dataclasses.replace(measured.data, samples=path.name)
 
 

@@ -30,14 +30,12 @@ PORT_TRIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server that answers. base_url: of the OpenAI API (.../v1). model: the name requests give. pid: root of the tree."""
+    """A server that answers. base_url: of the OpenAI API. model: the name requests give. facts: of one that was started here."""
 
     base_url: str
     model: str
     engine: Engine
-    log: Path
-    pid: int
-    facts: EngineMemory
+    facts: EngineMemory | None = None
 
 
 @contextlib.contextmanager
@@ -94,7 +92,7 @@ def _server(adapter: Adapter, process: ServerProcess, port: int, folder: Path) -
     engine = adapter.describe(log, _version(_optional(f"{root}/version")), folder)
     measured = tree_memory(process.tree(), gpu=engine.device.startswith("cuda"))
     facts = dataclasses.replace(facts, process_bytes=measured.bytes, process_method=measured.method)
-    return Server(f"{root}/v1", model, engine, process.log, process.pid, facts)
+    return Server(f"{root}/v1", model, engine, facts)
 
 
 def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bool:

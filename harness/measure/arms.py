@@ -111,7 +111,7 @@ class Measuring:
         if not self._missing("serving", settings):
             return True
         started = time.monotonic()
-        places = {arm: (subject.folder, self._path("serving", subject)) for arm, subject in self.subjects.items()}
+        places = [(subject, self._path("serving", subject)) for subject in self.subjects.values()]
         try:
             measured = throughput.measure_arms(places, plan, serving, self.say)
         except (EngineError, LoadToolError, UsageError) as error:
@@ -119,8 +119,8 @@ class Measuring:
                 raise
             self.say(f"   speed is measured in this process, not with {choice.name}: {error}")
             return False
-        for arm, (data, engine) in measured.items():
-            self.subjects[arm].write(places[arm][1], Found(data, engine, settings), started)
+        for subject, path in places:
+            subject.write(path, measured[subject.arm], started)
         return True
 
     def noise_floor(self) -> None:

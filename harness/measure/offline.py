@@ -16,11 +16,9 @@ from harness.engines import trtllm
 from harness.engines.trtllm_bench import WARM_UP, BenchRun, check_bench, run_bench
 from harness.imported.load_tools import import_results
 from harness.records.record import Engine
-from harness.records.serving import Cell, Repeat, ServingData
+from harness.records.serving import ServingData
 from harness.serving.prompts import random_prompts
-from harness.serving.statistics import summarize
-from harness.serving.sweep import Plan, check_plan, turns
-from qad.errors import DataError
+from harness.serving.sweep import Plan, Runs
 
 WARM_UP_NOTE = f"trtllm-bench warms up with {WARM_UP} requests of the run itself"
 STATISTICS_NOTE = "trtllm-bench latency saves no single requests: what it printed is all there is"
@@ -49,37 +47,20 @@ def measure_offline(
     Raises UsageError for a plan or a folder that cannot be measured, EngineError where trtllm-bench fails, DataError where
     it leaves what cannot be imported or computes in another way than before.
     """
-    check_plan(plan)
+    runs = Runs(arms, plan, say)
     for folder, _ in arms.values():
         check_bench(folder, offline.mode, max(plan.concurrency))
-    order = turns(list(arms), plan.repeats)
-    found: dict[str, list[list[Repeat]]] = {arm: [[] for _ in plan.cells()] for arm in arms}
-    engines: dict[str, Engine] = {}
     notes: dict[str, None] = {}
-    for turn, arm in order:
-        for cell, runs in enumerate(found[arm]):
+    for turn, arm in runs.order:
+        for cell in range(len(plan.cells())):
             done = _run(arms[arm], plan, offline, tokenizer, turn, cell)
-            engine = _engine(done, arms[arm][0])
-            if engines.setdefault(arm, engine) != engine:
-                raise DataError(f"{arm} was measured with {engines[arm]}, then with {engine}")
+            runs.computed(arm, _engine(done, arms[arm][0]))
             data, _ = import_results(done.results, "trtllm")
             notes |= dict.fromkeys(data.notes)
-            runs.append(dataclasses.replace(data.cells[0].repeats[0], prompts_seen_before=WARM_UP))
-            say(f"{arm}, repeat {turn + 1} of {plan.repeats}, {_line(Cell(*plan.cells()[cell], runs[-1:]))}")
+            runs.add(arm, turn, cell, dataclasses.replace(data.cells[0].repeats[0], prompts_seen_before=WARM_UP))
     notes |= dict.fromkeys([WARM_UP_NOTE, *([STATISTICS_NOTE] if offline.mode == "latency" else [])])
-    return {
-        arm: (
-            ServingData(
-                driver=f"trtllm-bench {offline.mode} {engines[arm].version}",
-                endpoint="",
-                order=[name for _, name in order],
-                cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)],
-                notes=list(notes),
-            ),
-            engines[arm],
-        )
-        for arm, cells in found.items()
-    }
+    tools = {arm: f"trtllm-bench {offline.mode} {engine.version}" for arm, engine in runs.engines.items()}
+    return {arm: (runs.data(arm, tools[arm], notes=list(notes)), runs.engines[arm]) for arm in arms}
 
 
 def _run(place: tuple[Path, Path], plan: Plan, offline: Offline, tokenizer: Any, turn: int, cell: int) -> BenchRun:
@@ -107,12 +88,3 @@ def _engine(done: BenchRun, folder: Path) -> Engine:
     engine = trtllm.describe(done.log, str(done.report["engine"]["version"]), folder)
     dtype = str(done.report["engine"].get("dtype") or engine.dtype).removeprefix("torch.")
     return dataclasses.replace(engine, dtype=dtype)
-
-
-def _line(cell: Cell) -> str:
-    found = summarize(cell)
-    speed, first = found.tokens_per_s[0], found.ttft_ms[0]
-    if speed is None or first is None:
-        return f"{cell.name}: no speed ({found.invalid or 'the run had no steady state'})"
-    counted = f", {found.requests - found.failed} of {found.requests} requests succeeded" if found.requests else ""
-    return f"{cell.name}: {speed:.1f} tokens/s, ttft {first:.0f} ms{counted}"

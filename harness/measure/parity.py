@@ -16,14 +16,14 @@ from harness.engines import transformers, vllm_scores
 from harness.engines.environment import engine_python
 from harness.engines.vllm import describe
 from harness.engines.vllm_scores import Scores
-from harness.measure.stamp import folder_identity, write_record
+from harness.measure.subject import Found, Subject
 from harness.parity import rules as parity
 from harness.parity import ties
 from harness.records.record import ParityData, ParityPrompt
 from qad.artifact import MANIFEST, open_artifact, sha256_file
 from qad.errors import UsageError
 from qad.model.families import family_of
-from qad.model.loader import default_device, load_tokenizer
+from qad.model.loader import default_device
 from qad.model.source import open_checkpoint
 from qad.text.python_docs import python_docs
 
@@ -53,11 +53,27 @@ def measure_parity(
     """
     if engine != "vllm":
         raise UsageError(f"parity with {engine!r} cannot be measured: use --engine vllm, which gives its log-probabilities")
-    started, source, device = time.monotonic(), open_checkpoint(folder, allow_quantized=True), default_device()
+    started, device = time.monotonic(), default_device()
     dtype = ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
-    interpreter = engine_python("vllm", python)
+    subject, interpreter = Subject.open(arm, folder, dtype, 0), engine_python("vllm", python)
     with tempfile.TemporaryDirectory(prefix="qad-parity-") as scratch:
-        scores, data = _compare(folder, Path(scratch), interpreter, dtype, device, new_tokens, long_tokens, eager, convert)
+        readable = convert(folder, Path(scratch) / "modelopt") if _layout(folder) == "compressed-tensors" else folder
+        loaded = transformers.load(readable, dtype, device)
+        long_text = "\n\n".join(python_docs()[:40]) if long_tokens else ""
+        prompts = parity.prompts(subject.tokenizer, new_tokens, long_text, long_tokens)
+        inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
+        question = vllm_scores.job(
+            folder,
+            Path(scratch) / "answer.safetensors",
+            prompts,
+            new_tokens=new_tokens,
+            dtype=dtype,
+            eager=eager,
+            layers=inputs,
+            overrides=plain_cache(folder),
+        )
+        (scores,) = vllm_scores.ask(interpreter, [question], Path(scratch))
+        data = compared(folder, loaded, prompts, outputs, scores)
     settings = {
         "engine": engine,
         "dtype": dtype,
@@ -65,39 +81,11 @@ def measure_parity(
         "new_tokens": new_tokens,
         "long_tokens": long_tokens,
         "kv_cache": "compute dtype",
-        "layout": layout_of(source.config),
+        "layout": _layout(folder),
     }
     described = dataclasses.replace(describe(scores.log, scores.version, folder), dtype=dtype, device=scores.device)
-    write_record(out, arm, source.display_name, folder_identity(source), settings, described, data, started)
+    subject.write(out, Found(data, described, settings), started)
     return data
-
-
-def _compare(
-    folder: Path,
-    scratch: Path,
-    python: Path,
-    dtype: str,
-    device: str,
-    new_tokens: int,
-    long_tokens: int,
-    eager: bool,
-    convert: Callable[[Path, Path], Path],
-) -> tuple[Scores, ParityData]:
-    loaded = transformers.load(_readable(folder, scratch, convert), dtype, device)
-    prompts = parity.prompts(load_tokenizer(folder), new_tokens, _long_text() if long_tokens else "", long_tokens)
-    inputs, outputs = parity.layer_inputs(loaded.model, prompts[0])
-    question = vllm_scores.job(
-        folder,
-        scratch / "answer.safetensors",
-        prompts,
-        new_tokens=new_tokens,
-        dtype=dtype,
-        eager=eager,
-        layers=inputs,
-        overrides=plain_cache(folder),
-    )
-    (scores,) = vllm_scores.ask(python, [question], scratch)
-    return scores, compared(folder, loaded, prompts, outputs, scores)
 
 
 def compared(folder: Path, loaded: Any, prompts: list[list[int]], outputs: dict[str, torch.Tensor], scores: Scores) -> ParityData:
@@ -170,26 +158,16 @@ def unequal_scales(folder: Path) -> list[str]:
     return found
 
 
-def layout_of(config: dict[str, Any]) -> str:
-    """What a checkpoint calls its layout; a folder that is not quantized has none."""
-    return str((config.get("quantization_config") or {}).get("quant_method") or "not quantized")
-
-
 def plain_cache(folder: Path) -> dict[str, Any]:
     """What the engine has to read otherwise to keep K and V in the compute dtype, as the reference does."""
-    quantization = dict(open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {})
-    if not quantization.pop("kv_cache_scheme", None):
-        return {}
-    return {"quantization_config": quantization}
+    quantization = _quantization(folder)
+    return {"quantization_config": quantization} if quantization.pop("kv_cache_scheme", None) else {}
 
 
-def _readable(folder: Path, scratch: Path, convert: Callable[[Path, Path], Path]) -> Path:
-    """The folder itself where `qad.hf` opens it, else its conversion to the layout that it opens."""
-    quantization = open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {}
-    if quantization.get("quant_method") != "compressed-tensors":
-        return folder
-    return convert(folder, scratch / "modelopt")
+def _layout(folder: Path) -> str:
+    """What a checkpoint calls its layout; a folder that is not quantized has none."""
+    return str(_quantization(folder).get("quant_method") or "not quantized")
 
 
-def _long_text() -> str:
-    return "\n\n".join(python_docs()[:40])
+def _quantization(folder: Path) -> dict[str, Any]:
+    return dict(open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {})

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.engines.transformers import LoadedModel, load
-from harness.measure.stamp import folder_identity, write_record
+from harness.records import record as records
 from harness.records.record import Data, Engine
+from qad import provenance
 from qad.arms.origin import training_of
+from qad.artifact import MANIFEST, open_artifact
 from qad.model.loader import default_device, load_tokenizer, resolve_dtype
 from qad.model.source import Checkpoint, open_checkpoint
 
@@ -61,8 +64,8 @@ class Subject:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Digest of the weights that are measured."""
-        return folder_identity(self.source)
+        """Digest of the weights that are measured: of a folder this tool wrote its own, else the hash of its files."""
+        return open_artifact(self.folder).digest if (self.folder / MANIFEST).is_file() else self.source.digest
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -86,15 +89,18 @@ class Subject:
 
     def write(self, path: Path, found: Found, started: float) -> None:
         """Stamp and write the record. started: of the clock `time.monotonic`. Raises StorageError."""
-        write_record(
-            path,
-            self.arm,
-            self.model,
-            self.identity,
-            found.settings,
-            found.engine,
-            found.data,
-            started,
-            found.control,
-            training_of(self.folder),
+        training = training_of(self.folder)
+        record = records.Record(
+            arm=self.arm,
+            model=self.model,
+            checkpoint=self.identity,
+            engine=found.engine,
+            settings=found.settings,
+            provenance=provenance.provenance(),
+            created=provenance.now(),
+            seconds=round(time.monotonic() - started, 1),
+            data=found.data,
+            control=found.control,
+            training=records.Training(**training) if training else None,
         )
+        records.write(record, path)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.environment import engine_python
-from harness.engines.server import serve
+from harness.engines.server import Server, serve
 from harness.imported.scores import serving_record
 from harness.measure.offline import Offline, measure_offline
-from harness.measure.stamp import folder_identity, keep, write_record
 from harness.measure.subject import Found, Subject
-from harness.records.record import Engine, Record
+from harness.records import record as records
+from harness.records.record import Data
 from harness.records.serving import ServingData
 from harness.serving.drivers import choose_driver
 from harness.serving.in_process import measure_throughput
@@ -27,8 +27,6 @@ from harness.serving.sweep import Plan, measure_serving
 from qad import provenance
 from qad.artifact import digest_of
 from qad.errors import UsageError
-from qad.model.loader import load_tokenizer
-from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.recipe import Throughput
 
 INVALID = 1  # exit code: what was measured must not be used
@@ -82,56 +80,49 @@ def measure_served(
 
     Raises UsageError for arms that do not fit the folders, or several of them behind one running server.
     """
-    sources, paths = _placed(folders, arms, out)
+    places = _places(folders, arms, out, plan)
     if serving.url and len(folders) > 1:
         raise UsageError("one running server is one arm: measure each with its own --server, or let --engine start them")
     started = time.monotonic()
-    measured = measure_arms({arm: (source.folder, paths[arm]) for arm, source in sources.items()}, plan, serving, say)
-    return _written(measured, sources, paths, serving_settings(plan, serving), started, say)
+    return _written(places, measure_arms(places, plan, serving, say), started, say)
 
 
 def measure_benched(
     folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan, offline: Offline, say: Callable[[str], None]
 ) -> int:
     """The same by `trtllm-bench`; its files go to a folder beside each record."""
-    sources, paths = _placed(folders, arms, out)
-    started = time.monotonic()
-    places = {arm: (source.folder, paths[arm].with_suffix(".trtllm-bench")) for arm, source in sources.items()}
-    measured = measure_offline(places, plan, offline, load_tokenizer(folders[0]), say)
+    places, started = _places(folders, arms, out, plan), time.monotonic()
+    beside = {subject.arm: (subject.folder, path.with_suffix(".trtllm-bench")) for subject, path in places}
+    measured = measure_offline(beside, plan, offline, places[0][0].tokenizer, say)
     settings = {**_settings(plan, offline.options, offline.max_model_len), "mode": offline.mode}
-    return _written(measured, sources, paths, settings, started, say)
+    return _written(places, {arm: Found(*found, settings) for arm, found in measured.items()}, started, say)
 
 
-def _placed(folders: Sequence[Path], arms: Sequence[str], out: Path) -> tuple[dict[str, Checkpoint], dict[str, Path]]:
-    """What is measured and where its record goes, by arm."""
+Places = Sequence[tuple[Subject, Path]]  # what is measured, and where its record goes
+
+
+def _places(folders: Sequence[Path], arms: Sequence[str], out: Path, plan: Plan) -> Places:
     if len(arms) != len(folders) or len(set(arms)) != len(arms):
         raise UsageError(f"--arm {','.join(arms)} names {len(set(arms))} arms, {len(folders)} folders were given")
-    sources = {arm: open_checkpoint(folder, allow_quantized=True) for arm, folder in zip(arms, folders, strict=True)}
-    return sources, {arm: out if len(arms) == 1 else out / arm / "serving.json" for arm in arms}
+    subjects = [Subject.open(arm, folder, "auto", plan.seed) for arm, folder in zip(arms, folders, strict=True)]
+    return [(subject, out if len(arms) == 1 else out / subject.arm / "serving.json") for subject in subjects]
 
 
-def _written(
-    measured: dict[str, tuple[ServingData, Engine]],
-    sources: dict[str, Checkpoint],
-    paths: dict[str, Path],
-    settings: dict[str, Any],
-    started: float,
-    say: Callable[[str], None],
-) -> int:
-    for arm, (data, engine) in measured.items():
-        write_record(paths[arm], arm, sources[arm].display_name, folder_identity(sources[arm]), settings, engine, data, started)
-        say(f"record: {paths[arm]} ({engine.kernel_path})")
-    return _report({arm: data for arm, (data, _) in measured.items()}, say)
+def _written(places: Places, measured: Mapping[str, Found], started: float, say: Callable[[str], None]) -> int:
+    for subject, path in places:
+        found = measured[subject.arm]
+        subject.write(path, found, started)
+        say(f"record: {path} ({found.engine.kernel_path})")
+    return max(_report(subject.arm, measured[subject.arm].data, say) for subject, _ in places)
 
 
-def measure_arms(
-    places: Mapping[str, tuple[Path, Path]], plan: Plan, serving: Serving, say: Callable[[str], None]
-) -> dict[str, tuple[ServingData, Engine]]:
-    """arm -> what was measured, and what served it. places: arm -> its folder, and its record, beside which the log goes."""
+def measure_arms(places: Places, plan: Plan, serving: Serving, say: Callable[[str], None]) -> dict[str, Found]:
+    """By arm. The log of an engine that is started goes beside the record."""
+    first, settings = places[0][0], serving_settings(plan, serving)
     driver = choose_driver(serving.driver, load_pythons(serving))
-    starts = {arm: _start(serving, folder, record) for arm, (folder, record) in places.items()}
-    tokenizer_folder = next(iter(places.values()))[0]
-    return measure_serving(starts, plan, driver, tokenizer_folder, say)
+    starts = {subject.arm: _start(serving, subject.folder, record) for subject, record in places}
+    measured = measure_serving(starts, plan, driver, first.folder, say, tokenizer=first.tokenizer)
+    return {arm: Found(*found, settings) for arm, found in measured.items()}
 
 
 def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
@@ -159,10 +150,10 @@ def load_pythons(serving: Serving) -> list[str]:
     return pythons
 
 
-def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractContextManager[Any]]:
+def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractContextManager[Server]]:
     if serving.url:
         url = serving.url
-        return lambda: running_server(url, folder, serving.engine, serving.log)
+        return lambda: contextlib.nullcontext(running_server(url, folder, serving.engine, serving.log))
     assert serving.engine is not None
     engine, log = serving.engine, out.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -178,27 +169,23 @@ def _start(serving: Serving, folder: Path, out: Path) -> Callable[[], AbstractCo
     )
 
 
-def _report(measured: dict[str, ServingData], say: Callable[[str], None]) -> int:
+def _report(arm: str, data: Data, say: Callable[[str], None]) -> int:
+    """Say what of each cell has to be known; the exit code."""
+    assert isinstance(data, ServingData)
     code = 0
-    for arm, data in measured.items():
-        for cell in data.cells:
-            summary = summarize(cell)
-            for warning in summary.warnings:
-                say(f"warning: {arm}, {cell.name}: {warning}")
-            if summary.invalid:
-                say(f"invalid: {arm}, {cell.name}: {summary.invalid}")
-                code = INVALID
+    for cell in data.cells:
+        summary = summarize(cell)
+        for warning in summary.warnings:
+            say(f"warning: {arm}, {cell.name}: {warning}")
+        if summary.invalid:
+            say(f"invalid: {arm}, {cell.name}: {summary.invalid}")
+            code = INVALID
     return code
 
 
 def import_served(path: Path, tool: str | None, concurrency: int | None, arm: str, out: Path, say: Callable[[str], None]) -> int:
     """One record of a load tool's result file; the exit code is 1 where it is invalid."""
     record = serving_record(path, arm, tool, concurrency)
-    keep(record, out)
+    records.write(record, out)
     say(f"record: {out}")
-    return _report({arm: _data(record)}, say)
-
-
-def _data(record: Record) -> ServingData:
-    assert isinstance(record.data, ServingData)
-    return record.data
+    return _report(arm, record.data, say)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 from harness.engines.answers import ask_json, served_models
 from harness.engines.registered import engine_named
+from harness.engines.server import Server
 from harness.records.record import Engine
 from qad.errors import UsageError
 from qad.untrusted import mapping
@@ -16,18 +14,8 @@ from qad.untrusted import mapping
 UNKNOWN_KERNELS = "unknown: the server was started elsewhere and no log was given"
 
 
-@dataclasses.dataclass(frozen=True)
-class RunningServer:
-    """base_url: without a path."""
-
-    base_url: str
-    model: str
-    engine: Engine
-
-
-@contextlib.contextmanager
-def running_server(url: str, folder: Path, engine: str | None = None, log: Path | None = None) -> Iterator[RunningServer]:
-    """Ask what it serves; it is left running. engine, log: the engine's name and what it printed, for its kernels.
+def running_server(url: str, folder: Path, engine: str | None = None, log: Path | None = None) -> Server:
+    """Ask what it serves. engine, log: the engine's name and what it printed, for its kernels.
 
     Raises UsageError where nothing answers, or the server offers no or several models and none is named like `folder`.
     """
@@ -40,7 +28,7 @@ def running_server(url: str, folder: Path, engine: str | None = None, log: Path 
     chosen = named[:1] or models
     if len(chosen) != 1:
         raise UsageError(f"{url} serves {', '.join(models) or 'no model'}: serve {folder.name} alone, or under that name")
-    yield RunningServer(root, chosen[0], _engine(root, folder, engine, log))
+    return Server(root, chosen[0], _engine(root, folder, engine, log))
 
 
 def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engine:

@@ -10,39 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from harness.engines.server import Server
 from harness.records.record import Engine
 from harness.records.serving import Cell, Overhead, Repeat, ServingData
 from harness.serving.drivers import Driver, Load
 from harness.serving.energy import EnergyMeter
 from harness.serving.mock_server import MODEL
-from harness.serving.observe import CountTokens, observe, repeat
+from harness.serving.observe import observe, repeat
 from harness.serving.prompts import random_prompts
 from harness.serving.statistics import summarize, tokens_per_s
 from harness.serving.tap import Tap, tap
 from qad.errors import DataError, UsageError
 
 WARM_UP_TOKENS = 16
-
-
-class Server(Protocol):
-    """A server that is ready. model: the name it serves the checkpoint under."""
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def engine(self) -> Engine: ...
 
 
 Start = Callable[[], AbstractContextManager[Server]]
@@ -72,59 +60,58 @@ def turns(arms: Sequence[str], repeats: int) -> list[tuple[int, str]]:
     return [(i, arm) for i in range(repeats) for arm in (arms if i % 2 == 0 else list(reversed(arms)))]
 
 
+class Runs:
+    """What the turns of a plan gave: by arm every cell's repeats, and what computed them.
+
+    order: (repeat, arm) as they run. say: is told of every run.
+    """
+
+    def __init__(self, arms: Iterable[str], plan: Plan, say: Callable[[str], None]) -> None:
+        check_plan(plan)
+        self.plan, self.say, self.order = plan, say, turns(list(arms), plan.repeats)
+        self.repeats: dict[str, list[list[Repeat]]] = {arm: [[] for _ in plan.cells()] for _, arm in self.order}
+        self.engines: dict[str, Engine] = {}
+
+    def computed(self, arm: str, engine: Engine) -> None:
+        """Raises DataError where another engine, or the same in another way, computed the arm before."""
+        if self.engines.setdefault(arm, engine) != engine:
+            raise DataError(f"{arm} was computed by {self.engines[arm]}, after a restart by {engine}")
+
+    def add(self, arm: str, turn: int, cell: int, measured: Repeat) -> None:
+        """One run."""
+        self.repeats[arm][cell].append(measured)
+        self.say(f"{arm}, repeat {turn + 1} of {self.plan.repeats}, {_line(Cell(*self.plan.cells()[cell], [measured]))}")
+
+    def data(self, arm: str, driver: str, **facts: Any) -> ServingData:
+        """For the record. facts: further fields of it."""
+        cells = [Cell(*shape, runs) for shape, runs in zip(self.plan.cells(), self.repeats[arm], strict=True)]
+        return ServingData(driver, self.plan.endpoint, cells, [name for _, name in self.order], **facts)
+
+
 def measure_serving(
     arms: Mapping[str, Start],
     plan: Plan,
     driver: Driver,
     tokenizer_folder: Path,
     say: Callable[[str], None] = lambda line: None,
-    tokenizer: Any = None,
+    *,
+    tokenizer: Any,
 ) -> dict[str, tuple[ServingData, Engine]]:
-    """Every arm's cells, and what served them. tokenizer: of `tokenizer_folder`, loaded where not given.
+    """Every arm's cells, and what served them. tokenizer: of `tokenizer_folder`.
 
     Raises UsageError for a plan that cannot be measured, LoadToolError where the load tool fails, DataError where a
     restarted server computes in another way than before.
     """
-    check_plan(plan)
-    if tokenizer is None:
-        from qad.model.loader import load_tokenizer
-
-        tokenizer = load_tokenizer(tokenizer_folder)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
-
-    bench = _Bench(plan, driver, tokenizer_folder, tokenizer, count_tokens)
-    order = turns(list(arms), plan.repeats)
-    found: dict[str, list[list[Repeat]]] = {arm: [[] for _ in plan.cells()] for arm in arms}
+    runs, bench = Runs(arms, plan, say), _Bench(plan, driver, tokenizer_folder, tokenizer)
     seen: dict[str, set[str]] = {arm: set() for arm in arms}
-    engines: dict[str, Engine] = {}
-    place = 0
-    while place < len(order):
-        arm = order[place][1]
+    for arm, group in itertools.groupby(runs.order, key=lambda turn: turn[1]):
         with arms[arm]() as server, tap(server.base_url) as wire:
-            if engines.setdefault(arm, server.engine) != server.engine:
-                raise DataError(f"the server of {arm} was {engines[arm]}, after a restart it is {server.engine}")
-            while place < len(order) and order[place][1] == arm:
-                turn = order[place][0]
-                for cell, runs in enumerate(found[arm]):
-                    runs.append(bench.run(wire, server.model, turn, cell, seen[arm]))
-                    say(f"{arm}, repeat {turn + 1} of {plan.repeats}, {_line(plan, cell, runs[-1])}")
-                place += 1
+            runs.computed(arm, server.engine)
+            for turn, _ in group:
+                for cell in range(len(plan.cells())):
+                    runs.add(arm, turn, cell, bench.run(wire, server.model, turn, cell, seen[arm]))
     overhead = [bench.overhead(concurrency) for concurrency in sorted(set(plan.concurrency))]
-    return {
-        arm: (
-            ServingData(
-                driver=driver.name,
-                endpoint=plan.endpoint,
-                order=[name for _, name in order],
-                overhead=overhead,
-                cells=[Cell(*shape, runs) for shape, runs in zip(plan.cells(), cells, strict=True)],
-            ),
-            engines[arm],
-        )
-        for arm, cells in found.items()
-    }
+    return {arm: (runs.data(arm, driver.name, overhead=overhead), runs.engines[arm]) for arm in arms}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +120,9 @@ class _Bench:
     driver: Driver
     folder: Path
     tokenizer: Any
-    count_tokens: CountTokens
+
+    def count_tokens(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def run(self, wire: Tap, model: str, turn: int, cell: int, seen: set[str]) -> Repeat:
         """Warm-up, then the run that is kept."""
@@ -194,13 +183,10 @@ def check_plan(plan: Plan) -> None:
         )
 
 
-def _line(plan: Plan, cell: int, measured: Repeat) -> str:
-    shape = Cell(*plan.cells()[cell], [measured])
-    good = [r for r in measured.requests if not r.failed]
-    speed = tokens_per_s(measured)
-    middle = statistics.median([r.ttft_ms for r in good if r.ttft_ms is not None]) if good else None
-    return f"{shape.name}: " + (
-        f"{speed:.1f} tokens/s, ttft {middle:.0f} ms, {len(good)} of {len(measured.requests)} requests succeeded"
-        if speed is not None and middle is not None
-        else "no successful request"
-    )
+def _line(cell: Cell) -> str:
+    found = summarize(cell)
+    speed, first = found.tokens_per_s[0], found.ttft_ms[0]
+    if speed is None or first is None:
+        return f"{cell.name}: no speed ({found.invalid or 'the run had no steady state'})"
+    counted = f", {found.requests - found.failed} of {found.requests} requests succeeded" if found.requests else ""
+    return f"{cell.name}: {speed:.1f} tokens/s, ttft {first:.0f} ms{counted}"

@@ -12,6 +12,7 @@ it nothing is done. A part whose result is in RUN already is not run again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -66,16 +67,14 @@ def measure(model: Path, arm: str, tasks: Path, limit: int, out: Path) -> None:
     """The record that `qad measure accuracy` would write."""
     from scored import score_tasks
 
-    from harness.engines.transformers import load
-    from harness.measure.stamp import folder_identity, write_record
-    from qad.model.source import open_checkpoint
+    from harness.measure.subject import Found, Subject
 
-    started, source = time.monotonic(), open_checkpoint(model, allow_quantized=True)
-    loaded = load(model, "float32", "cpu")
+    started, subject = time.monotonic(), Subject.open(arm, model, "float32", 0)
+    loaded = subject.loaded
     data = score_tasks(loaded.model, loaded.tokenizer, list(TASKS), limit=limit, batch_size=1, seed=0, task_path=tasks)
     settings = {"tasks": list(TASKS), "limit": limit, "batch_size": 1, "seed": 0, "dtype": "float32"}
-    name = source.display_name.partition(", NVFP4 (")[0]
-    write_record(out, arm, name, folder_identity(source), settings, loaded.engine, data, started)
+    named = dataclasses.replace(subject, model=subject.model.partition(", NVFP4 (")[0])
+    named.write(out, Found(data, loaded.engine, settings), started)
 
 
 def plain_lm_eval(model: str, tasks: Path, limit: int, out: Path) -> None:
