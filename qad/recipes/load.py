@@ -17,17 +17,28 @@ from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml, strict_yaml
 
 _MESSAGE = 600  # characters, whatever was given
+_SECTIONS = ("quantize", "calibrate", "train", "export", "measure", "fidelity", "accuracy", "throughput")
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes that come with the tool."""
-    folder = resources.files("qad.recipes")
-    return {f.name.removesuffix(".yaml"): Path(str(f)) for f in folder.iterdir() if f.name.endswith(".yaml")}
+    return {path.stem: path for path in sorted(Path(str(resources.files("qad.recipes"))).glob("*/*.yaml"))}
 
 
 def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe by path or shipped name and apply `key.sub=value` overrides. Raises UsageError, one line."""
+    """Read a recipe by path or shipped name, on top of its base where it names one, and apply `key.sub=value` overrides.
+    Raises UsageError, one line."""
+    raw, path = _read(recipe)
+    for override in overrides:
+        _override(raw, override)
+    return parse_recipe(raw, str(path))
+
+
+def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Path]:
+    """Plain data and the file they are from. above: the files whose base this is."""
     path = Path(recipe)
+    if above and not path.is_absolute() and (beside := above[-1].parent / path).is_file():
+        path = beside
     if not path.is_file():
         shipped = shipped_recipes()
         if recipe not in shipped:
@@ -43,9 +54,21 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
         raise UsageError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path} is not a recipe: expected keys such as model, calibrate, train")
-    for override in overrides:
-        _override(raw, override)
-    return parse_recipe(raw, str(path))
+    base = raw.pop("base", None)
+    if base is None:
+        return raw, path
+    if not isinstance(base, str) or path in above:
+        raise UsageError(f"{path}: base is {clean(repr(base))}: give the name or path of another recipe, not in a circle")
+    return _on_top(_read(base, (*above, path))[0], raw), path
+
+
+def _on_top(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Sections are merged key by key; anything else, a source of text or a mapping of globs included, is the recipe's own."""
+    merged = dict(base)
+    for key, value in own.items():
+        both = key in _SECTIONS and isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _on_top(base[key], value) if both else value
+    return merged
 
 
 def parse_recipe(raw: dict[str, Any], where: str) -> Recipe:

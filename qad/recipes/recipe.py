@@ -284,6 +284,8 @@ class Track(_Strict):
 class Recipe(_Strict):
     """One run, whole."""
 
+    base: str | None = None
+    """name or path of another recipe, whose keys count where this one gives none"""
     model: Annotated[str, Field(min_length=1)]
     """folder of the BF16 original, or its name on the hub"""
     seed: Seed = 0

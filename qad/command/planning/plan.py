@@ -49,8 +49,9 @@ def _plan_config(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> No
     say(f"model  {folder.name}: config.json alone, so text, weights and tokenizer are not looked at")
     shape, quantized = config_shape(folder, recipe)
     say(f"       {quantized}")
-    for line in (*_training(recipe.training), *scale_lines(shape, recipe.training, recipe.dtype)):
-        say(line)
+    if recipe.train:
+        for line in (*_training(recipe.train), *scale_lines(shape, recipe.train, recipe.dtype)):
+            say(line)
 
 
 def _training(train: Train) -> Iterator[str]:

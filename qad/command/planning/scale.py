@@ -268,15 +268,15 @@ def config_alone(folder: Path) -> bool:
 
 def config_shape(folder: Path, recipe: Recipe) -> tuple[Shape, str]:
     """From config.json; also what is quantized, in words. Raises SourceError where transformers does not know it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from qad.model.loader import code_is_trusted
+    from qad.model.loader import auto_class, code_is_trusted
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=code_is_trusted())
         require_bounded(config.to_dict())
         with torch.device("meta"), built_for(()):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=code_is_trusted())
+            model = auto_class(config).from_config(config, trust_remote_code=code_is_trusted())
     except (OversizedError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SourceError(f"transformers does not know {folder}/config.json as a causal LM: {reason}") from error
