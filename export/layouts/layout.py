@@ -89,9 +89,10 @@ class Layout:
         return stored
 
     def store_scale(self, decode_scale: Tensor, format: str = NVFP4) -> Tensor:
-        """A global or input scale, FP32 of one element, as this layout stores it."""
-        scale = decode_scale.float().reshape(self.scalar)
-        return 1.0 / scale if self.of(format).reciprocal else scale
+        """A global or input scale of one element, FP32 as this layout stores it. An FP64 one keeps all bits of a reciprocal; of
+        an FP32 one the reciprocal is what FP32 would give (53 bits are enough for rounding twice)."""
+        scale = decode_scale.double().reshape(self.scalar)
+        return (1.0 / scale if self.of(format).reciprocal else scale).float()
 
     def decode_scale(self, stored: Tensor, format: str = NVFP4) -> Tensor:
         """The decode scale of a stored global or input scale, FP32 scalar."""

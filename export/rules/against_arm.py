@@ -74,7 +74,10 @@ def _converted(format: str) -> bool:
 
 def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -> Iterator[Finding]:
     weights = {module: arm.weight(f"{module}.weight") for module in group}
-    expected = quantize_group(weights, arm.frozen_scales(group), folder.format_of(group[0]))
+    if arm.keeps(group[0]):
+        expected = arm.quantize(group)
+    else:
+        expected = quantize_group(weights, arm.frozen_scales(group), folder.format_of(group[0]))
     for module, weight in weights.items():
         stored = folder.quantized(module)
         if stored.shape != weight.shape:

@@ -1,8 +1,8 @@
 """An arm: one way to treat the source model. BF16, PTQ and QAD are the same kind of folder, so nothing downstream
 branches on where a checkpoint came from.
 
-    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six), rounding (nearest,
-                         gptq), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
+    arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six, kept), rounding (nearest,
+                         gptq, kept), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
                          counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
@@ -10,6 +10,9 @@ branches on where a checkpoint came from.
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
                          absent where weight scales are dynamic. Where rounding is gptq, MODULE.codes (uint8 [N, K/2]) and their
                          own MODULE.codes_block_scale too: they are what is exported, the others what training goes on with
+    kept.safetensors     of an arm that was imported from a quantized folder: MODULE.ROLE, the stored tensors of every module by
+                         the roles of its format. They are what is exported; scales are FP64 where the folder holds
+                         reciprocals, so that they come back to the bit
     weights.safetensors  FP32 masters by hub name; absent where the weights are the source's own
 
 An arm overlays the source: a tensor it holds replaces the source's, everything else is the source's.
@@ -36,13 +39,15 @@ from qad.artifact import open_artifact
 from qad.errors import ArtifactError
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics import nvfp4
-from qad.numerics.formats import FORMATS, FP8, Quantized
+from qad.numerics.formats import FORMATS, FP8, INPUT_SCALE, Quantized
 from qad.numerics.groups import _NONE_FROZEN, quantize_group
 from qad.untrusted.safetensors_header import read_header
 
 KIND = "arm"
 DYNAMIC = "dynamic"
 NEAREST, GPTQ = "nearest", "gptq"
+KEPT = "kept"  # of scales and rounding: both are those of the folder that was imported
+KEPT_FILE = "kept.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +63,28 @@ class Arm:
     kv_scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def weight(self, name: str) -> Tensor:
-        """A parameter by hub name: the FP32 master where the arm trained it, else the source's tensor."""
+        """A parameter by hub name: the FP32 master where the arm trained it, what its kept codes decode to (FP32), else the
+        source's tensor."""
         if name in self._overlay:
             with safe_open(self.folder / "weights.safetensors", framework="pt") as file:
                 return file.get_tensor(name)
-        return self.source.get(name)
+        module = name.removesuffix(".weight")
+        return self._kept_form(module, torch.float32).dequantize() if self.keeps(module) else self.source.get(name)
+
+    def keeps(self, module: str) -> bool:
+        """True where the quantized form of the module came with the arm, instead of being made from its weight."""
+        return self.scales == KEPT and self.selection is not None and module in self.selection.modules
+
+    def _kept_form(self, module: str, scalars: torch.dtype | None = None) -> Quantized:
+        """scalars: dtype of what is one number; None leaves it as it is kept."""
+        assert self.selection is not None
+        record = FORMATS[self.selection.format_of(module)]
+        places = [place for place in record.tensors if place.role != INPUT_SCALE]
+        with safe_open(self.folder / KEPT_FILE, framework="pt") as file:
+            stored = [file.get_tensor(f"{module}.{place.role}") for place in places]
+        return record.numerics().from_tensors(
+            *(tensor.to(scalars) if place.per is None else tensor for place, tensor in zip(places, stored, strict=True))
+        )
 
     @functools.cached_property
     def _overlay(self) -> dict[str, tuple[int, ...]]:
@@ -94,8 +116,8 @@ class Arm:
 
     @property
     def trained(self) -> bool:
-        """True where the arm holds weights of its own."""
-        return bool(self._overlay)
+        """True where the arm holds weights of its own, or was imported as one that was trained."""
+        return bool(self._overlay) or (self.scales == KEPT and self.name != "ptq")
 
     def require_input_scales(self) -> None:
         """Raises ArtifactError where activations are quantized and a module has no input scale, one that no engine can
@@ -125,12 +147,12 @@ class Arm:
 
     @property
     def scales(self) -> str:
-        """How weight scales come about: `dynamic`, or the strategy that found the frozen ones."""
+        """How weight scales come about: `dynamic`, the strategy that found the frozen ones, or `kept`."""
         return str(self.facts.get("scales", DYNAMIC))
 
     @property
     def rounding(self) -> str:
-        """How codes come about: `nearest`, a function of weights and scales, or `gptq`, decided once and frozen."""
+        """How codes come about: `nearest`, a function of weights and scales, `gptq`, decided once and frozen, or `kept`."""
         return str(self.facts.get("rounding", NEAREST))
 
     @property
@@ -149,7 +171,7 @@ class Arm:
 
         Raises ArtifactError where a module has none, or has such as no engine can use.
         """
-        if self.scales == DYNAMIC or self.selection is None:
+        if self.scales in (DYNAMIC, KEPT) or self.selection is None:
             return {}
         found: dict[str, nvfp4.FrozenScales] = {}
         with safe_open(self.folder / "frozen.safetensors", framework="pt") as file:
@@ -182,6 +204,8 @@ class Arm:
     def quantize(self, group: Sequence[str]) -> dict[str, Quantized]:
         """The quantized form of one scale group: module name -> tensor. Raises as `quantize_group`."""
         assert self.selection is not None
+        if self.keeps(group[0]):
+            return {module: self._kept_form(module) for module in group}
         weights = {module: self.weight(f"{module}.weight") for module in group}
         return quantize_group(weights, self.frozen_scales(group), self.selection.format_of(group[0]))
 
@@ -216,9 +240,10 @@ def write_arm(
     **facts: Any,
 ) -> None:
     """Fill a stage folder with an arm. `weights`: FP32 masters by hub name, None where the source's own serve.
-    `frozen`: of every selected module, where `scales` names a strategy, with codes of all or of none. `kv_scales`:
+    `frozen`: of every selected module, where `scales` names a strategy, with codes of all or of none; where they are KEPT the
+    caller writes KEPT_FILE. `kv_scales`:
     `ATTENTION.k_scale` and `.v_scale`, where the policy `kv_cache`, one of the facts, calibrates them."""
-    assert (scales == DYNAMIC) == (not frozen)
+    assert (scales in (DYNAMIC, KEPT)) == (not frozen)
     decided = {module: found.decided for module, found in frozen.items() if found.decided is not None}
     assert len(decided) in (0, len(frozen))
     if decided:
@@ -265,6 +290,7 @@ def open_arm(folder: Path) -> Arm:
     kv_scales = {name: scale for name, scale in scales.items() if name.endswith((".k_scale", ".v_scale"))}
     input_scales = {n.removesuffix(".input_scale"): scale for n, scale in scales.items() if n not in kv_scales}
     arm = Arm(folder, facts["name"], source, selection, input_scales, facts, kv_scales)
-    if arm.scales != DYNAMIC and not (folder / "frozen.safetensors").is_file():
-        raise ArtifactError(f"{folder} has {arm.scales} scales, but no frozen.safetensors: make the PTQ arm again")
+    held = KEPT_FILE if arm.scales == KEPT else "frozen.safetensors"
+    if arm.scales != DYNAMIC and not (folder / held).is_file():
+        raise ArtifactError(f"{folder} has {arm.scales} scales, but no {held}: make the arm again")
     return arm

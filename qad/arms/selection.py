@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qad.errors import UsageError
 from qad.model.families import Family, experts_of, family_name, named_family
-from qad.numerics.formats import algorithm_of, quantizes_activations
+from qad.numerics.formats import FORMATS, algorithm_of, quantizes_activations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,6 +142,32 @@ def select(
     selection = Selection(format, modules, excluded, _formats(formats, modules, format), family)
     _require_one_format(selection)
     return selection
+
+
+def given_selection(model: nn.Module, formats: Mapping[str, str], reason: str) -> Selection:
+    """What a folder quantizes already, for a model as in `select`. formats: module -> its format. reason: why other Linears stay
+    as they are. Raises UsageError for a module that the model does not have."""
+    every = select(model, next(iter(FORMATS)))
+    shapes = every.modules | _shapes(model, formats.keys() - every.modules.keys())
+    unknown = sorted(formats.keys() - shapes.keys())
+    if unknown:
+        raise UsageError(f"{unknown[0]} is no Linear of {type(model).__name__}: give the folder of the same architecture")
+    modules = {name: shape for name, shape in shapes.items() if name in formats}
+    left = {name: reason for name in every.modules if name not in formats}
+    excluded = left | {name: why for name, why in every.excluded.items() if name not in formats}
+    default = formats[next(iter(modules))]
+    own = {name: formats[name] for name in modules if formats[name] != default}
+    return Selection(default, modules, excluded, own, every.family)
+
+
+def _shapes(model: nn.Module, wanted: Set[str]) -> dict[str, tuple[int, int]]:
+    """[N, K] of Linears by their names in the checkpoint."""
+    import torch.nn as nn
+
+    from qad.model.names import names_of
+
+    named = ((names_of(model).module(inner), module) for inner, module in model.named_modules() if wanted)
+    return {n: (m.out_features, m.in_features) for n, m in named if n in wanted and isinstance(m, nn.Linear)}
 
 
 def _require_untied(model: nn.Module, asked: Iterable[str]) -> None:

@@ -123,6 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
     sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
 
+    sub = _command(commands, "import", folders.import_folder, "make an arm of what another tool distilled or exported")
+    sub.add_argument("folder", type=arguments.path, metavar="DIR", help="its NVFP4 export, or its unquantized weights")
+    sub.add_argument("--as", choices=["ptq", "qad", "qat"], required=True, dest="name", help="what the arm is")
+    sub.add_argument("--source", type=arguments.text, required=True, dest="original", metavar="DIR", help="its BF16 original")
+    sub.add_argument("--recipe", type=arguments.text, help="of unquantized weights without scales: its quantize and calibrate")
+    sub.add_argument("--out", type=arguments.path, required=True, metavar="ARM_DIR", help="arm folder to write")
+    _trust(sub)
+
     sub = _command(commands, "check", folders.check_folder, "refuse a broken NVFP4 checkpoint before an engine serves it")
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint folder")
     sub.add_argument("--source", type=arguments.path, metavar="ARM_DIR", help="arm it was exported from: compare decoded weights")
@@ -278,8 +286,7 @@ def _ptq(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from qad.arms.arm import KIND
-    from qad.artifact import open_artifact
+    from qad.arms.arm import KEPT, open_arm
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
@@ -293,8 +300,8 @@ def _train(args: argparse.Namespace) -> int:
     require_arm_place(recipe, method, args.out, {"PTQ arm": ptq})
     if args.ptq is None:
         require_arm_place(recipe, "ptq", ptq)
-    else:
-        open_artifact(ptq, KIND)
+    elif open_arm(ptq).scales == KEPT:
+        raise UsageError(f"{ptq} was imported with its codes, nothing to train from: give a PTQ arm, or leave --ptq out")
     job = prepare(recipe, say, args.out.parent / "text")
     with template_clock(recipe.template_time):
         require_frozen_time(job)

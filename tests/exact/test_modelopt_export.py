@@ -19,9 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from export.arm_of_folder import arm_of_folder
 from export.check import check
 from export.writer import export_arm
-from qad.arms.arm import write_arm
+from qad.arms.arm import open_arm, write_arm
 from qad.arms.selection import select
 from qad.artifact import run_stage
 from qad.model.loader import load_model, load_skeleton
@@ -139,6 +140,18 @@ def test_every_tensor_has_the_same_name_dtype_shape_and_bytes(exports: tuple[Pat
         assert tensor.shape == other.shape
         same = torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
         assert same, tensor_name
+
+
+def test_an_arm_of_theirs_is_exported_as_theirs(exports: tuple[Path, Path], tmp_path: Path) -> None:
+    theirs = exports[1]
+    source = open_arm(exports[0].parent / "arm").source.folder
+    arm_of_folder(theirs, str(source), "ptq", tmp_path / "arm")
+    export_arm(tmp_path / "arm", tmp_path / "again")
+    again, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", theirs))
+    assert again.keys() == before.keys()
+    for name, tensor in again.items():
+        assert (tensor.dtype, tensor.shape) == (before[name].dtype, before[name].shape)
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8)), name
 
 
 def without_producer(folder: Path, name: str) -> dict[str, Any]:
