@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.fidelity.strata import by_domain, by_entropy, by_position
 from harness.records.record import FidelityData, FidelitySequence
 from qad.errors import BrokenCheckpointError, DataError
+from qad.text.sight import Seen
 
 TEACHER = "bf16"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99_9": 0.999}
@@ -78,6 +79,7 @@ def measure_fidelity(
     batch_size: int = 1,
     teacher_name: str = TEACHER,
     domains: Sequence[str] | None = None,
+    seen: Sequence[Seen | None] = (),
 ) -> dict[str, FidelityData]:
     """One pass over `sequences`, (cluster, int64 [T]) pairs: the teacher runs once for all students.
 
@@ -85,6 +87,7 @@ def measure_fidelity(
     floor is not measured here), and the perplexity of the text. Consecutive sequences of equal length are batched up
     to `batch_size`; the logits of one batch under all models are held at a time. `progress` is called with the number
     of sequences just finished. domains: the source of each sequence, for the distance by source.
+    seen: what goes with each sequence, where any shows images; predictions of text alone count then.
 
     Raises DataError for text that cannot be scored, BrokenCheckpointError where a model's logits are not numbers.
     """
@@ -95,9 +98,11 @@ def measure_fidelity(
     collected = {name: _Collected() for name in models}
     device = next(teacher.parameters()).device
     with torch.no_grad():
-        for clusters, input_ids_BT in _batches(sequences, batch_size):
-            logits_NV = {name: _logits(model, input_ids_BT, device) for name, model in models.items()}
+        for clusters, input_ids_BT, beside in _batches(sequences, seen, batch_size):
+            logits_NV = {name: _logits(model, input_ids_BT, device, beside) for name, model in models.items()}
             targets_N = input_ids_BT[:, 1:].reshape(-1).to(device)
+            if beside:
+                targets_N = targets_N[beside.text_T[1:].to(device)]
             for name, tokens in _compare(logits_NV, targets_N).items():
                 collected[name].add(clusters, tokens)
             if progress:
@@ -166,22 +171,31 @@ def _joined(name: str, parts: list[_Tokens]) -> _Tokens:
     return tokens
 
 
-def _logits(model: nn.Module, input_ids_BT: Tensor, device: torch.device) -> Tensor:
-    """Logits of every token that has a successor, [N, V], in the model's dtype, moved to `device`."""
+def _logits(model: nn.Module, input_ids_BT: Tensor, device: torch.device, beside: Seen | None) -> Tensor:
+    """Logits of every token whose successor is text, [N, V], in the model's dtype, moved to `device`."""
     own = next(model.parameters()).device
-    logits_BTV: Tensor = model(input_ids=input_ids_BT.to(own), use_cache=False).logits
-    return logits_BTV[:, :-1].flatten(0, 1).to(device)
+    held = {name: value.to(own) for name, value in beside.inputs().items()} if beside else {}
+    logits_BTV: Tensor = model(input_ids=input_ids_BT.to(own), use_cache=False, **held).logits
+    logits_NV = logits_BTV[:, :-1].flatten(0, 1)
+    return (logits_NV[beside.text_T[1:].to(own)] if beside else logits_NV).to(device)
 
 
-def _batches(sequences: Sequence[tuple[str, Tensor]], size: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Consecutive sequences of equal length, at most `size` together, stacked to int64 [B, T]."""
+def _batches(
+    sequences: Sequence[tuple[str, Tensor]], seen: Sequence[Seen | None], size: int
+) -> Iterator[tuple[list[str], Tensor, Seen | None]]:
+    """Consecutive sequences of equal length, at most `size` together, stacked to int64 [B, T]; one that shows images alone."""
     held: list[tuple[str, Tensor]] = []
-    for entry in sequences:
-        if held and (len(held) == size or len(held[0][1]) != len(entry[1])):
-            yield [cluster for cluster, _ in held], torch.stack([ids for _, ids in held])
+    for number, entry in enumerate(sequences):
+        beside = seen[number] if seen else None
+        if held and (beside or len(held) == size or len(held[0][1]) != len(entry[1])):
+            yield [cluster for cluster, _ in held], torch.stack([ids for _, ids in held]), None
             held = []
-        held.append(entry)
-    yield [cluster for cluster, _ in held], torch.stack([ids for _, ids in held])
+        if beside:
+            yield [entry[0]], entry[1][None], beside
+        else:
+            held.append(entry)
+    if held:
+        yield [cluster for cluster, _ in held], torch.stack([ids for _, ids in held]), None
 
 
 def _check(sequences: Sequence[tuple[str, Tensor]], teacher: nn.Module) -> None:

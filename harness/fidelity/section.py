@@ -14,11 +14,13 @@ from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.layers import measure_layers
 from harness.fidelity.parts import measure_parts
 from harness.records.record import FidelityData
+from qad.errors import UsageError
 from qad.model.source import Checkpoint
 from qad.numerics.input_saturation import InputSaturation
 from qad.recipes.recipe import Fidelity
 from qad.text.documents import Part, digest_documents
 from qad.text.packing import Sequences, sequences
+from qad.text.sight import sight_for
 
 _EXTRAS = ("per_layer", "split", "new_tokens", "prompt_tokens")
 
@@ -50,14 +52,21 @@ def measure_distances(
         for name, student in students.items():
             watched.enter_context(inputs[name].watching(student.modules()))
         measured = measure_fidelity(
-            students, teacher, text.pairs, section.data.name, progress, teacher_name=teacher_name, domains=text.domains
+            students,
+            teacher,
+            text.pairs,
+            section.data.name,
+            progress,
+            teacher_name=teacher_name,
+            domains=text.domains,
+            seen=text.seen,
         )
     for name, counted in inputs.items():
         measured[name] = dataclasses.replace(measured[name], saturated_inputs=counted.share)
     if not students:
         return measured
     if section.per_layer:
-        for name, layers in measure_layers(students, teacher, text.pairs).items():
+        for name, layers in measure_layers(students, teacher, text.pairs, seen=text.seen).items():
             measured[name] = dataclasses.replace(measured[name], by_layer=layers)
     if section.split:
         for name, parts in measure_parts(students, teacher, text.pairs, section.data.name).items():
@@ -74,8 +83,15 @@ def measure_distances(
 def test_sequences(
     section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint, dtype: str
 ) -> tuple[Sequences, dict[str, Any]]:
-    """The test split as token sequences, and the settings that two comparable records share."""
-    found = sequences(parts, tokenizer, section.tokens, section.seq_len, seed)
+    """The test split as token sequences, and the settings that two comparable records share.
+
+    Raises UsageError where models are to continue text that shows images.
+    """
+    sight = sight_for(parts, teacher.folder, tokenizer)
+    if sight and section.new_tokens:
+        raise UsageError("measure.fidelity.new_tokens: nothing is written after images here: leave it out, or give text alone")
+    found = sequences(parts, tokenizer, section.tokens, section.seq_len, seed, sight=sight)
     used = digest_documents(parts)
     settings = {**_section_settings(section), "text": used, "seed": seed, "teacher": teacher.digest}
+    settings |= {"processor": sight.digest} if sight else {}
     return found, {**settings, "sources": found.sources, "dtype": dtype}

@@ -11,6 +11,7 @@ from harness.fidelity.section import measure_distances
 from harness.fidelity.topk import measure_topk
 from harness.measure.accuracy import OTHER_ATTENTION
 from harness.measure.subject import Found, Subject
+from qad.errors import UsageError
 from qad.model.limits import require_positions
 from qad.recipes.recipe import Fidelity
 from qad.text.packing import Sequences
@@ -35,7 +36,9 @@ def measure(
 
 
 def measure_served(server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
-    """What a server tells of its likeliest tokens bounds the distance."""
+    """What a server tells of its likeliest tokens bounds the distance. Raises UsageError for text that shows images."""
+    if text.shows_images:
+        raise UsageError("fidelity over an API scores ids alone, and this text shows images: measure the folder, or give text")
     name, engine = server.describe()
     data = measure_topk(server.url, name, teacher.loaded.model, text.pairs, section.data.name, TOP_K)
     return Found(data, engine, {**settings, "top_k": TOP_K})
@@ -45,6 +48,6 @@ def measure_again(subject: Subject, section: Fidelity, text: Sequences, settings
     """Distance of a folder under another attention kernel from itself."""
     loaded = subject.load(OTHER_ATTENTION)
     measured = measure_fidelity(
-        {"again": loaded.model}, subject.loaded.model, text.pairs, section.data.name, teacher_name="first"
+        {"again": loaded.model}, subject.loaded.model, text.pairs, section.data.name, teacher_name="first", seen=text.seen
     )
     return Found(measured["again"], loaded.engine, settings, {"attention": OTHER_ATTENTION})

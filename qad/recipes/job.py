@@ -19,6 +19,7 @@ from qad.errors import DataError, SourceError, UsageError
 from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.names import names_of
+from qad.model.processor import processor_digest
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
 from qad.recipes.apart import one_document_a_row
@@ -28,6 +29,7 @@ from qad.text.data import Data, Generations
 from qad.text.documents import Part, digest_contents, require_disjoint
 from qad.text.generate import TeacherText
 from qad.text.packing import MINIMUM, pack
+from qad.text.sight import Sight, sight_for
 from qad.text.sources import Need, Reader, require_readable
 from qad.text.windows import StoredWindows, WindowSet
 
@@ -58,6 +60,11 @@ class Job:
         text = {need.role: reader.parts(data, need) for data, need in _needs(recipe)}
         require_disjoint(text)
         return text
+
+    @functools.cached_property
+    def sight(self) -> Sight | None:
+        """What reads the images, where any text shows some."""
+        return sight_for([part for parts in self.text.values() for part in parts], self.source.folder, self.tokenizer)
 
     @property
     def compute(self) -> dict[str, Any]:
@@ -90,16 +97,21 @@ class Job:
     def _windows(
         self, role: str, what: str, windows: int, seq_len: int, seed: int, loss_on: Literal["all", "assistant"] = "all"
     ) -> StoredWindows:
-        """Packed once and kept in text_folder/windows/ROLE, for as long as text, tokenizer and settings are the same."""
+        """Packed once and kept in text_folder/windows/ROLE, for as long as text, tokenizer and settings are the same.
+        Where images are shown, a window is one document and the loss is on text alone."""
         time = instant() if reads_clock(self.tokenizer) else None
+        sight, rows = self.sight, self.rows or self.sight is not None
+        text_alone = sight and loss_on == "all" and role != "calibration"
+        counts: Literal["all", "text", "assistant"] = "text" if text_alone else loss_on
         config = {
             "packing": 1,
             "windows": windows,
             "seq_len": seq_len,
             "seed": seed,
-            "loss_on": loss_on,
+            "loss_on": counts,
             "template_time": time and time.isoformat(),
-            **({"rows": True} if self.rows else {}),
+            **({"rows": True} if rows else {}),
+            **({"processor": sight.digest} if sight else {}),
         }
         inputs = {"text": self._contents(role), "tokenizer": self.source.digest}
         key = canonical([role, config])
@@ -107,10 +119,11 @@ class Job:
             parts = self.text[role]
 
             def work(folder: Path) -> None:
-                pack(folder, parts, self.tokenizer, windows, seq_len, seed, what, loss_on, self.rows)
+                pack(folder, parts, self.tokenizer, windows, seq_len, seed, what, counts, rows, sight)
 
             out = (self.text_folder or self._scratch) / "windows" / role
-            self._packed[key] = StoredWindows(run_stage("windows", out, config, inputs, work, replace=True).path)
+            stored = run_stage("windows", out, config, inputs, work, replace=True).path
+            self._packed[key] = StoredWindows(stored, sight and sight.inputs)
         return self._packed[key]
 
     def _contents(self, role: str) -> str:
@@ -167,9 +180,22 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     if any(isinstance(part, Generations) for data, _ in _needs(recipe) for part in data.root):
         for data, need in _needs(recipe):
             require_readable(data, need.role)
-    else:
-        _ = job.text
+    elif job.sight:
+        _require_text_where_images_cannot_be(job)
+        say("       sees images by its processor: one document a row, and the loss is on text alone")
     return job
+
+
+def _require_text_where_images_cannot_be(job: Job) -> None:
+    """Raises UsageError for what is not done with images, and for a teacher that sees them otherwise."""
+    fidelity = job.recipe.measure.fidelity
+    if fidelity and fidelity.new_tokens:
+        raise UsageError("measure.fidelity.new_tokens: nothing is written after images here: leave it out, or give text alone")
+    if job.teacher is not job.source and processor_digest(job.teacher.folder) != processor_digest(job.source.folder):
+        raise UsageError(
+            f"train.teacher: the processor of {job.teacher.folder} makes other inputs of an image than the student's: give a "
+            "teacher with the same preprocessor_config.json, or text alone"
+        )
 
 
 def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:

@@ -101,7 +101,7 @@ class Train(_Strict):
     loss_on: Literal["all", "assistant"] = "all"
     """all real tokens, or what the assistant says in conversations, its end-of-turn included"""
     trainable: Literal["all", "linears"] | list[str] = "all"
-    """all parameters, the quantized linears, or globs on parameter names"""
+    """all parameters of the language model, the quantized linears, or globs on parameter names"""
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """learning rate of AdamW, without weight decay"""
     lr_scale: dict[str, Annotated[float, Field(gt=0)]] = {}

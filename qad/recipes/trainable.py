@@ -6,17 +6,19 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from qad.errors import UsageError
+from qad.model.families import DEFAULT
 from qad.recipes.recipe import Train
 
 
 def trainable_names(config: Train, parameters: Iterable[str], linears: Iterable[str]) -> set[str]:
-    """Parameters that train: all, those of the quantized Linears, or those a glob names.
+    """Parameters that train: all of the language model, those of the quantized Linears, or those a glob names. What lies beside
+    the language model (towers, projectors) trains where a glob names it.
 
     Raises UsageError for a pattern that matches nothing.
     """
     names = list(parameters)
     if config.trainable == "all":
-        return set(names)
+        return {name for name in names if not any(part in DEFAULT.towers for part in name.split("."))}
     if config.trainable == "linears":
         modules = set(linears)
         return {name for name in names if name.rpartition(".")[0] in modules}

@@ -50,7 +50,16 @@ def encode_chat(
 def encode_supervised(
     tokenizer: Any, messages: Sequence[Message], where: str, given: Given = _NOTHING
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation, and for each whether the assistant says it.
+    """Token ids of a conversation, and for each whether the assistant says it. Raises DataError as `supervised_text`."""
+    text, spans = supervised_text(tokenizer, messages, where, given)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], inside(encoded["offset_mapping"], spans)
+
+
+def supervised_text(
+    tokenizer: Any, messages: Sequence[Message], where: str, given: Given = _NOTHING
+) -> tuple[str, Sequence[Span]]:
+    """The rendered conversation, and the spans of it that the assistant says.
 
     Raises DataError where that cannot be told: a slow tokenizer, or a template without marks whose renderings of a growing
     conversation do not continue each other.
@@ -67,8 +76,7 @@ def encode_supervised(
     else:
         text = render(tokenizer, messages, where, given)
         spans = _prefix_spans(tokenizer, text, messages, where, given)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], _inside(encoded["offset_mapping"], spans)
+    return text, spans
 
 
 def render(
@@ -167,7 +175,7 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
                 "thinking, or its generation prompt is not what precedes an answer), so the assistant's tokens cannot be "
                 "told: give conversations of one answer, a template with {% generation %} marks, or train.loss_on: all"
             )
-        answer = str(message.get("content") or "").strip()
+        answer = "".join(texts_of(message)).strip()
         silent = before == render(tokenizer, messages[:i], where, given)
         if silent and not upto[len(before) :].lstrip().startswith(answer):
             raise DataError(
@@ -179,7 +187,13 @@ def _prefix_spans(tokenizer: Any, whole: str, messages: Sequence[Message], where
     return spans
 
 
-def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+def texts_of(message: Message) -> list[str]:
+    """What a message says: its content, or the parts of it that are text."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token starts inside a span. Tokenizers that trim offsets report a run of spaces as the empty range at its
     end: such a token stands for the character before."""
     starts = [start if stop > start else start - 1 for start, stop in offsets]

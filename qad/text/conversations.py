@@ -5,6 +5,7 @@ Rows are written as requests to an OpenAI server are, and servers change some of
     tool_calls[].function.arguments    a JSON string -> the object it writes; none or empty -> {}
     tool_calls: []                     left out
     content: null beside tool_calls    ""
+    content: a list of parts that are text    their texts, a line break between them, as vLLM has it; with images it stays a list
     weight: 0    not shown to the template; the turn is not in the loss (OpenAI's, Mistral's and axolotl's fine-tuning rows)
     tools, documents, chat_template_kwargs, reasoning_effort of the row    arguments of the template
 
@@ -32,7 +33,9 @@ def messages_of(value: Sequence[Any], where: str, field: str) -> list[dict[str, 
     for number, message in enumerate(value, 1):
         held = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         at = f"{where}: message {number} of {field!r}"
-        if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), str):
+        if isinstance(held.get("content"), list):
+            held["content"] = _parts(held["content"], at)
+        if not isinstance(held.get("role"), str) or not isinstance(held.get("content", ""), (str, list)):
             written = (
                 ": it is written as from and value; rename them, human to user and gpt to assistant" if "from" in held else ""
             )
@@ -82,6 +85,22 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(held) for key, held in value.items() if held is not None}
     return [without_nulls(held) for held in value] if isinstance(value, list) else value
+
+
+def _parts(value: list[Any], at: str) -> str | list[dict[str, str]]:
+    """Parts of text and images; text alone where there is no image. Raises DataError for other parts."""
+    parts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = {"text": "text", "image": "path"}.get(str(kind))
+        if key is None or not isinstance(part.get(key), str):
+            raise DataError(
+                f"{at}: a part of its content is {str(part)[:80]!r}, expected "
+                '{"type": "text", "text": ...} or {"type": "image", "path": FILE}; nothing is fetched, no row holds an image'
+            )
+        parts.append({"type": str(kind), key: part[key]})
+    images = any(part["type"] == "image" for part in parts)
+    return parts if images else "\n".join(part["text"] for part in parts)
 
 
 def _calls(value: Any, at: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 
 from qad.artifact import canonical, digest_of
 from qad.errors import DataError
+from qad.text.pictures import Picture
 
 ROLES = ("calibration", "train", "validation", "test")
 _SHARES = {"calibration": 10, "train": 70, "validation": 10, "test": 10}
@@ -30,6 +31,7 @@ class Document:
     key: sha256 of the words, so that a difference in white space is no difference; of the ids where there are any.
     messages: a conversation, `text` is then its plain rendering. ids: tokens, the first `prompt` of them given, the rest
     written by a model. where: file and line, for messages to the user. given: what else the chat template gets, such as tools.
+    pictures: what the image parts of the messages show, in order.
     """
 
     text: str
@@ -39,21 +41,32 @@ class Document:
     prompt: int = 0
     where: str = ""
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
     @classmethod
     def of(cls, text: str, where: str = "") -> Document:
         return cls(text, _words_hash(text), where=where)
 
     @classmethod
-    def of_messages(cls, messages: Iterable[Message], where: str = "", given: Mapping[str, Any] | None = None) -> Document:
-        """Messages have `role` and `content`; whatever else they hold, and what the template is given, is part of the key."""
+    def of_messages(
+        cls,
+        messages: Iterable[Message],
+        where: str = "",
+        given: Mapping[str, Any] | None = None,
+        pictures: tuple[Picture, ...] = (),
+    ) -> Document:
+        """Messages have `role` and `content`; whatever else they hold, what the template is given and what the images hold is
+        part of the key."""
         held = tuple(messages)
         plain = [canonical(given)] if given else []
         for message in held:
             rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-            plain.append(f"{message['role']}: {message.get('content') or ''}{canonical(rest) if rest else ''}")
+            content = message.get("content") or ""
+            said = content if isinstance(content, str) else canonical(content)
+            plain.append(f"{message['role']}: {said}{canonical(rest) if rest else ''}")
         text = "\n".join(plain)
-        return cls(text, _words_hash(text), messages=held, where=where, given=given or {})
+        key = _words_hash(" ".join([text, *(picture.sha256 for picture in pictures)]))
+        return cls(text, key, messages=held, where=where, given=given or {}, pictures=pictures)
 
     @classmethod
     def of_ids(cls, ids: Iterable[int], prompt: int = 0) -> Document:
@@ -108,7 +121,7 @@ def digest_contents(parts: Sequence[Part]) -> str:
     for part in parts:
         content.update(canonical([part.name, part.weight, len(part.documents)]).encode())
         for doc in part.documents:
-            told = [doc.text, doc.messages, doc.prompt, doc.given]
+            told = [doc.text, doc.messages, doc.prompt, doc.given, *(picture.sha256 for picture in doc.pictures)]
             content.update(canonical(told).encode() if doc.ids is None else array("q", (doc.prompt, *doc.ids)).tobytes())
     return content.hexdigest()
 

@@ -191,6 +191,8 @@ def prompt_ids(tokenizer: Any, doc: Document, tokens: int) -> list[int]:
     """
     if doc.messages is None:
         return encode(tokenizer, doc)[:tokens]
+    if doc.pictures:
+        raise DataError(f"{doc.where}: the conversation shows images, and the teacher answers text alone: leave it out")
     asked = list(itertools.takewhile(lambda message: message["role"] != "assistant", doc.messages))
     if not asked:
         raise DataError(f"{doc.where}: the conversation begins with the assistant, so there is nothing to answer")

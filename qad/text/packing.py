@@ -19,13 +19,19 @@ from torch import Tensor
 from qad.errors import DataError
 from qad.text.chat import encode_chat, encode_supervised
 from qad.text.documents import Document, Part, shuffled
+from qad.text.sight import Seen, Shown, Sight
 from qad.text.windows import StoredWindows, WindowWriter
 
 MINIMUM = 32  # tokens of a document that is worth evaluating on
 
 
 def encode(tokenizer: Any, doc: Document) -> list[int]:
-    """Token ids: text as the tokenizer adds special tokens by default, conversations as the chat template writes them."""
+    """Token ids: text as the tokenizer adds special tokens by default, conversations as the chat template writes them.
+
+    Raises DataError for a conversation with images, which are not seen here.
+    """
+    if doc.pictures:
+        raise DataError(f"{doc.where}: the conversation shows images, which are not read here: give text alone")
     if doc.ids is not None:
         return list(doc.ids)
     if doc.messages is not None:
@@ -93,24 +99,32 @@ def pack(
     seq_len: int,
     seed: int,
     what: str,
-    loss_on: Literal["all", "assistant"] = "all",
+    loss_on: Literal["all", "text", "assistant"] = "all",
     rows: bool = False,
+    sight: Sight | None = None,
 ) -> StoredWindows:
     """Pack shuffled documents into `windows` windows of `seq_len` tokens, into a folder; no token is used twice.
 
     A document that does not fit goes on in the next window as a new one. The order depends on `seed` alone.
-    rows: one document a window, padded.
+    loss_on: text is all that is no image.
+    rows: one document a window, padded; one with images is cut at the window's end.
+    sight: what reads the images.
     Raises DataError where the text is too short, saying how many tokens there are, and where nothing of it would count.
     """
     draw = Draw(parts, seed)
     with WindowWriter(folder, windows, seq_len, loss_on == "all", _padding(tokenizer) if rows else None) as writer:
         for part, doc in draw:
             said: list[bool] | None = None
-            if loss_on == "assistant":
+            shown: Shown | None = None
+            if doc.pictures and sight:
+                assert rows, "a document with images is a window of its own"
+                ids, said, shown = sight.encode(tokenizer, doc, seq_len, "assistant" if loss_on == "assistant" else "text")
+            elif loss_on == "assistant":
                 ids, said = encode_answers(tokenizer, doc, parts[part].name)
             else:
                 ids = encode(tokenizer, doc)
-            draw.taken[part] += writer.add(ids, said)
+                said = [True] * len(ids) if loss_on == "text" else None
+            draw.taken[part] += writer.add(ids, said, shown)
             if not writer.room:
                 break
         else:
@@ -118,7 +132,7 @@ def pack(
                 f"{what} needs {windows * seq_len:,} tokens ({windows} windows of {seq_len}) but {draw.exhausted}: "
                 "ask for fewer or give more text"
             )
-        packed = writer.finish(draw.sources)
+        packed = writer.finish(draw.sources, sight and sight.digest)
     if not packed.counted:
         raise DataError(
             f"{what} has no token that the assistant says: give conversations with answers, or use train.loss_on: all"
@@ -128,14 +142,28 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Evaluation text: (document key, int64 [T]) pairs, the source of each, and the tokens of each source."""
+    """Evaluation text: (document key, int64 [T]) pairs, the source of each, the tokens of each source, and what the model is
+    given beside the ids of those that show images."""
 
     pairs: list[tuple[str, Tensor]]
     sources: dict[str, int]
     domains: list[str]
+    seen: list[Seen | None]
+
+    @property
+    def shows_images(self) -> bool:
+        return any(self.seen)
 
 
-def sequences(parts: Sequence[Part], tokenizer: Any, tokens: int, seq_len: int, seed: int, minimum: int = MINIMUM) -> Sequences:
+def sequences(
+    parts: Sequence[Part],
+    tokenizer: Any,
+    tokens: int,
+    seq_len: int,
+    seed: int,
+    minimum: int = MINIMUM,
+    sight: Sight | None = None,
+) -> Sequences:
     """One sequence a document, cut at seq_len, none below `minimum` tokens, until `tokens` are reached. Documents are
     independent, so they are the clusters of intervals.
 
@@ -143,16 +171,22 @@ def sequences(parts: Sequence[Part], tokenizer: Any, tokens: int, seq_len: int, 
     """
     chosen: list[tuple[str, Tensor]] = []
     domains: list[str] = []
+    beside: list[Seen | None] = []
     draw = Draw(parts, seed)
     for part, doc in draw:
-        ids = encode(tokenizer, doc)[:seq_len]
+        seen: Seen | None = None
+        if doc.pictures and sight:
+            ids, seen = sight.sequence(tokenizer, doc, seq_len)
+        else:
+            ids = torch.tensor(encode(tokenizer, doc)[:seq_len])
         if len(ids) < minimum:
             continue
-        chosen.append((doc.key[:16], torch.tensor(ids)))
+        chosen.append((doc.key[:16], ids))
         domains.append(parts[part].name)
+        beside.append(seen)
         draw.taken[part] += len(ids)
         if sum(draw.taken) >= tokens:
-            return Sequences(chosen, draw.sources, domains)
+            return Sequences(chosen, draw.sources, domains, beside)
     raise DataError(
         f"the test split needs {tokens:,} tokens in documents of {minimum} or more but {draw.exhausted}: "
         "ask for fewer or give more text"

@@ -20,6 +20,7 @@ from qad.errors import DataError, UsageError
 from qad.text.conversations import given_of, messages_of, without_nulls
 from qad.text.data import Data, Generations, Hub, JsonLines, Prompts, PythonDocs, RandomTokens, Source, TextFile
 from qad.text.documents import Document, Part, generator_of, split_of
+from qad.text.pictures import take_pictures
 from qad.text.python_docs import python_docs
 from qad.untrusted import json_lines
 
@@ -101,7 +102,9 @@ def require_readable(data: Data, role: str) -> None:
     for source in data.root:
         given = source.prompts if isinstance(source, Generations) else source
         if given is not None and not isinstance(given, RandomTokens):
-            documents(given, role)
+            shown = next((doc for doc in documents(given, role) if doc.pictures), None)
+            if shown and isinstance(source, Generations):
+                raise DataError(f"{shown.where}: the prompt shows images, and the teacher answers text alone: leave it out")
 
 
 def _where(source: Prompts) -> str:
@@ -112,9 +115,11 @@ def _read(source: Prompts) -> Iterator[Document]:
     if isinstance(source, PythonDocs):
         yield from map(Document.of, python_docs())
     elif isinstance(source, Hub):
-        yield from _rows(_hub_rows(source), source.field, source.name, "row")
+        folder = Path(source.path).expanduser()
+        yield from _rows(_hub_rows(source), source.field, source.name, "row", folder if folder.is_dir() else None)
     elif isinstance(source, JsonLines):
-        yield from _rows(_json_objects(source.path), source.field, source.path, "line")
+        folder = Path(source.path).expanduser().parent
+        yield from _rows(_json_objects(source.path), source.field, source.path, "line", folder)
     else:
         assert isinstance(source, TextFile)
         yield from map(Document.of, _paragraphs(_content(source.path)))
@@ -175,14 +180,15 @@ def _hub_rows(source: Hub) -> Iterator[tuple[int, Any]]:
         yield number, without_nulls(row)
 
 
-def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> Iterator[Document]:
+def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str, folder: Path | None) -> Iterator[Document]:
+    """folder: what paths of images are relative to; None: there is none."""
     for number, row in rows:
         where = f"{path} {what} {number}"
         if not isinstance(row, dict) or field not in row:
             hint = f": it has {', '.join(map(str, row))}; set field" if isinstance(row, dict) and row else ""
             raise DataError(f"{where}: expected an object with the field {field!r}{hint}")
         try:
-            document = _document(row, field, where)
+            document = _document(row, field, where, folder)
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where}: its text holds half a character (a lone surrogate), which no tokenizer takes: mend it or leave it out"
@@ -190,12 +196,13 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str) -> 
         yield document
 
 
-def _document(row: dict[str, Any], field: str, where: str) -> Document:
+def _document(row: dict[str, Any], field: str, where: str, folder: Path | None) -> Document:
     value = row[field]
     if isinstance(value, str):
         return Document.of(value, where)
     if isinstance(value, list):
-        return Document.of_messages(messages_of(value, where, field), where, given_of(row, where))
+        messages, pictures = take_pictures(messages_of(value, where, field), folder or Path(), where)
+        return Document.of_messages(messages, where, given_of(row, where), pictures)
     raise DataError(f"{where}: field {field!r} is {type(value).__name__}, expected text or a list of messages")
 
 

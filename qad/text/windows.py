@@ -6,6 +6,7 @@ On disk, made once and memory-mapped by every process that reads it; 5 bytes a t
     marks.uint8      [S, T]  bit 0: a document begins here; bit 1: the assistant says it; bit 2: it is padding
     counts.int32     [S]     positions in the loss
     windows.json             shape, whether everything counts, tokens by source, digest
+    shown.jsonl              where images are shown, a line a window: the rendered text and the images' paths and hashes, or null
 
 A document that does not fit goes on in the next window as a new one, so positions follow from the marks of a window alone.
 
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qad.artifact import digest_of
 from qad.text.documents import generator_of
+from qad.text.sight import Shown
+from qad.untrusted import json_lines
 
 NO_LABEL = -100  # what torch's cross-entropy ignores
 _BEGINS, _SAID, _PADS = 1, 2, 4
+_SHOWN = "shown.jsonl"
+
+# What of some windows shows images, and their ids [B, T] -> the model's inputs beside the ids.
+See = Callable[[Sequence[Shown | None], Tensor], Mapping[str, Tensor]]
 _ROWS = 1 << 17  # tokens that are derived at one time
 
 
@@ -102,7 +110,8 @@ class Windows(WindowSet):
 
     input_ids_ST, position_ids_ST: int64 [S, T]. counted_ST: bool [S, T], True where the position's next-token distribution
     is in the loss; padding never is. labels_ST: int64 [S, T], the next token of the same document, NO_LABEL (-100) where
-    there is none. sources: tokens by source, as packed.
+    there is none. sources: tokens by source, as packed. seen: what a model that sees is given beside the ids, made when asked
+    for; None: no window of the set shows an image.
     """
 
     input_ids_ST: Tensor
@@ -111,6 +120,16 @@ class Windows(WindowSet):
     labels_ST: Tensor
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
     padding: int = 0
+    seen: Callable[[], Mapping[str, Tensor]] | None = None
+
+    def model_inputs(self, device: torch.device | str) -> dict[str, Any]:
+        """What a transformers model is called with. Beside images it counts positions itself, since some count them in three
+        dimensions; a window is then one document."""
+        ids_ST = self.input_ids_ST.to(device)
+        if self.seen is None:
+            return {"input_ids": ids_ST, "position_ids": self.position_ids_ST.to(device), "use_cache": False}
+        beside = {name: value.to(device) for name, value in self.seen().items()}
+        return {"input_ids": ids_ST, "use_cache": False, **beside}
 
     @classmethod
     def of(
@@ -144,15 +163,17 @@ class Windows(WindowSet):
         return _digest_of(self)
 
     def at(self, index_B: Tensor) -> Windows:
+        assert self.seen is None, "windows with images are taken from their folder"
         ids_ST, positions_ST = self.input_ids_ST, self.position_ids_ST
         return Windows(ids_ST[index_B], positions_ST[index_B], self.counted_ST[index_B], self.labels_ST[index_B])
 
 
 class StoredWindows(WindowSet):
-    """Windows of a folder, memory-mapped: what is not looked at takes no memory."""
+    """Windows of a folder, memory-mapped: what is not looked at takes no memory. see: needed where a model is to be given windows
+    that show images."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, see: See | None = None) -> None:
+        self._folder, self._see = folder, see
         self._facts = json.loads((folder / "windows.json").read_text(encoding="utf-8"))
         self.sources = self._facts["sources"]
         self.padding = int(self._facts.get("padding", 0))
@@ -181,7 +202,23 @@ class StoredWindows(WindowSet):
         positions_BT = place_T - torch.where(begins_BT, place_T, 0).cummax(1).values
         said_BT = None if self._facts["all_count"] else (marks_BT & _SAID).bool()
         real_BT = (marks_BT & _PADS) == 0 if "padding" in self._facts else None
-        return Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT, real_BT)
+        found = Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT, real_BT)
+        if not self._shown:
+            return found
+        shown = [self._shown[int(index)] for index in index_B]
+
+        def seen() -> Mapping[str, Tensor]:
+            assert self._see is not None
+            return self._see(shown, found.input_ids_ST)
+
+        return dataclasses.replace(found, seen=seen)
+
+    @functools.cached_property
+    def _shown(self) -> list[Shown | None]:
+        """By window; empty where none shows an image."""
+        file = self._folder / _SHOWN
+        rows = json_lines(file) if file.is_file() else ()
+        return [Shown.from_json(row) if row else None for _, row in rows]
 
     def _map(self, name: str) -> Tensor:
         """Copy on write, which nobody does: torch warns of what cannot be written."""
@@ -199,12 +236,17 @@ class WindowWriter:
     def __init__(self, folder: Path, windows: int, seq_len: int, all_count: bool, pad_id: int | None = None) -> None:
         self.room = windows * seq_len
         self._folder, self._pad_id = folder, pad_id
+        self._shown: list[Shown | None] = []
         self._facts = {"windows": windows, "seq_len": seq_len, "all_count": all_count}
         self._facts |= {} if pad_id is None else {"padding": 0}
         self._ids, self._marks = ((folder / name).open("wb") for name in ("ids.int32", "marks.uint8"))
 
-    def add(self, ids: list[int], said: list[bool] | None) -> int:
-        """Append a document, or as much of it as there is room for; returns its tokens that were taken."""
+    def add(self, ids: list[int], said: list[bool] | None, shown: Shown | None = None) -> int:
+        """Append a document, or as much of it as there is room for; returns its tokens that were taken. shown: what the document
+        shows, which then fits into a window and begins one."""
+        first = self._facts["windows"] - self.room // self._facts["seq_len"]
+        if shown:
+            self._shown += [None] * (first - len(self._shown)) + [shown]
         taken = min(len(ids), self.room)
         if taken:
             marks = np.zeros(taken, np.uint8) if said is None else np.array(said[:taken], np.uint8) * np.uint8(_SAID)
@@ -230,8 +272,9 @@ class WindowWriter:
         self._ids.close()
         self._marks.close()
 
-    def finish(self, sources: Mapping[str, int]) -> StoredWindows:
-        """The whole windows: count, digest and describe them. sources: tokens by source."""
+    def finish(self, sources: Mapping[str, int], processor: str | None = None) -> StoredWindows:
+        """The whole windows: count, digest and describe them. sources: tokens by source. processor: identity of what makes inputs
+        of images."""
         assert self.room == 0
         self._ids.flush()
         self._marks.flush()
@@ -242,6 +285,13 @@ class WindowWriter:
             for part in found.batches(_rows(found)):
                 counts.write(part.counts.int().numpy().data)
         facts = {**self._facts, "sources": dict(sources), "digest": _digest_of(found)}
+        if self._shown:
+            self._shown += [None] * (len(found) - len(self._shown))
+            shown = [one and one.to_json() for one in self._shown]
+            held = [one and [one.text, *(picture.sha256 for picture in one.pictures)] for one in self._shown]
+            facts["digest"] = digest_of([facts["digest"], processor, held])
+            lines = "".join(json.dumps(one) + "\n" for one in shown)
+            (self._folder / _SHOWN).write_text(lines, encoding="utf-8")
         file.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return StoredWindows(self._folder)
 

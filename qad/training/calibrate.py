@@ -111,12 +111,12 @@ def calibrate(
         forward = stack.enter_context(forward_to(model, modules))
         stack.enter_context(widened_linears(device.type))
         for batch in windows.batches(batch_size):
-            ids, counted = batch.input_ids_ST, batch.counted_ST
+            counted = batch.counted_ST
             observer.counted_BT = None if counted.all() else counted.to(device)
             if kv_observer:
                 kv_observer.counted_BT = observer.counted_BT
-            forward(ids.to(device), position_ids=batch.position_ids_ST.to(device), use_cache=False)
-            progress(ids.numel())
+            forward(**batch.model_inputs(device))
+            progress(batch.tokens)
     return Calibration(  # the scales first: where nothing was seen, an error says so
         group_input_scales(observer.amax, selection, headroom) if modules else {},
         kv_scales(kv_observer.amax, caches, kv_cache) if kv_observer else {},

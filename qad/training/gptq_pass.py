@@ -64,7 +64,7 @@ def decided_codes(
             stack.callback(rounding.watch(name).remove)
         forward = stack.enter_context(forward_to(model, list(selection.modules)))
         stack.enter_context(widened_linears(device.type))
-        forward(batch.input_ids_ST.to(device), position_ids=batch.position_ids_ST.to(device), use_cache=False)
+        forward(**batch.model_inputs(device))
     for name in frozen.keys() - rounding.decided.keys():
         scales = frozen[name]
         nearest = nvfp4.quantize(weight_of(name), scales.global_scale, scales.block_scale)

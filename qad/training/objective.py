@@ -34,8 +34,7 @@ class Inputs:
     index: Tensor
 
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
-        ids, positions = self.batch.input_ids_ST, self.batch.position_ids_ST
-        return {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": False}
+        return self.batch.model_inputs(device)
 
     def counted(self, hidden_BTH: Tensor) -> Tensor:
         """[B, T, H] -> [counted tokens, H]."""

@@ -79,8 +79,7 @@ def write_teacher_cache(
 def _distributions(model: Any, head: Head, windows: WindowSet, window: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     device = head.weight_VH.device
     one = windows.at(torch.tensor([window]))
-    ids, positions = one.input_ids_ST.to(device), one.position_ids_ST.to(device)
-    hidden_BTH = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    hidden_BTH = model.base_model(**one.model_inputs(device)).last_hidden_state
     hidden_TH = hidden_BTH[0][one.counted_ST[0].to(device)]
     parts = [TopK.of(head.logits(part), k) for part in hidden_TH.split(512)]
     if not parts:

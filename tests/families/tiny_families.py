@@ -208,17 +208,21 @@ def config_of(name: str) -> Any:
 
 def build(name: str, folder: Path, seed: int = 0) -> Path:
     """Save a family's tiny BF16 instance. Norms vary, and weights are large enough that a lost one is seen."""
+    return save(config_of(name), folder, seed)
+
+
+def save(config: Any, folder: Path, seed: int = 0) -> Path:
+    """Save a random BF16 instance of a configuration; norms vary, weights are large."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    config = config_of(name)
-    auto = AutoModelForImageTextToText if "text_config" in FAMILIES[name][1] else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if getattr(config, "text_config", None) else AutoModelForCausalLM
     model = auto.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
             elif parameter.dim() >= 2:
-                parameter.mul_(4.0)
+                parameter.mul_(4.0) if parameter.any() else parameter.normal_(std=0.1)  # Gemma 3's projector begins as zeros
     model.save_pretrained(folder)
     return folder

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from qad.model.loader import load_tokenizer
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.recipes.load import parse_recipe
 from qad.text.data import Data
-from qad.text.documents import split_of
+from qad.text.documents import Document, Part, split_of
 from qad.text.packing import encode
+from qad.text.sight import sight_for
 from qad.text.sources import documents
 from qad.untrusted import json_lines
 
@@ -61,7 +63,7 @@ def starter_recipe(model: str, data: Path, gpu: str | None = None, gpus: int = 1
         raise UsageError(f"--gpu {gpu!r} is unknown: use one of {', '.join(GPUS)}")
     source = open_checkpoint(model)
     tokenizer = load_tokenizer(source.folder)
-    text = _text(data, tokenizer)
+    text = _text(data, tokenizer, source.folder)
     recipe, notes = _recipe(model, source, text, gpu, gpus)
     parse_recipe(recipe, "the recipe")
     return _commented(recipe, notes)
@@ -119,7 +121,7 @@ def _recipe(model: str, source: Checkpoint, text: _Text, gpu: str | None, gpus: 
     return recipe, notes
 
 
-def _text(path: Path, tokenizer: Any) -> _Text:
+def _text(path: Path, tokenizer: Any, model: Path) -> _Text:
     data: str | dict[str, str] = str(path)
     if path.suffix in (".jsonl", ".json"):
         data = {"source": "jsonl", "path": str(path), "field": _field(path)}
@@ -133,7 +135,14 @@ def _text(path: Path, tokenizer: Any) -> _Text:
             f"{path} holds {len(found)} documents, too few for calibration, training, validation and test to have some each: "
             f"give at least {_LEAST}, or files of their own with split: all"
         )
-    lengths = sorted(len(encode(tokenizer, document)) for document in itertools.islice(found, _SAMPLE))
+    sight = sight_for([Part(path.name, 1.0, found)], model, tokenizer)
+
+    def length(document: Document) -> int:
+        if sight and document.pictures:
+            return len(sight.encode(tokenizer, document, sys.maxsize)[0])
+        return len(encode(tokenizer, document))
+
+    lengths = sorted(map(length, itertools.islice(found, _SAMPLE)))
     longest = lengths[int(0.9 * (len(lengths) - 1))]
     chats = any(document.messages for document in found[:_SAMPLE])
     shares = {role: roles[role] / len(found) for role in _ROLES}

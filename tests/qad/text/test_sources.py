@@ -111,7 +111,12 @@ def test_conversations_are_read_with_their_place(tmp_path: Path) -> None:
         ("whole.jsonl", '{"text": "\\ud83d\\ude00"}\n{', "line 2 is not JSON"),
         ("none.jsonl", '{"text": []}\n', "holds no message"),
         ("role.jsonl", '{"text": [{"content": "x"}]}\n', "message 1 of 'text' is not an object with role and content"),
-        ("image.jsonl", '{"text": [{"role": "user", "content": [1]}]}\n', "message 1 of 'text' is not an object"),
+        ("image.jsonl", '{"text": [{"role": "user", "content": [1]}]}\n', "a part of its content is '1', expected"),
+        (
+            "web.jsonl",
+            '{"text": [{"role": "user", "content": [{"type": "image_url"}]}]}\n',
+            "a part of its content is .*nothing is fetched",
+        ),
         ("content.jsonl", '{"text": [{"role": "user", "content": null}]}\n', "message 1 of 'text' has no content"),
     ],
 )

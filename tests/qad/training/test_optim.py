@@ -45,6 +45,8 @@ def test_c10_fp32_masters_move_at_1e6_where_bf16_weights_do_not() -> None:
 
 def test_what_trains() -> None:
     assert trainable_names(config(), NAMES, LINEARS) == set(NAMES)
+    assert trainable_names(config(), [*NAMES, "model.visual.blocks.0.attn.qkv.weight"], LINEARS) == set(NAMES)
+    assert len(trainable_names(config(trainable=["*"]), [*NAMES, "model.visual.proj.weight"], LINEARS)) == len(NAMES) + 1
     assert trainable_names(config(trainable="linears"), NAMES, LINEARS) == {f"{name}.weight" for name in LINEARS}
     assert trainable_names(config(trainable=["*norm*", "*up_proj*"]), NAMES, LINEARS) == {NAMES[1], NAMES[3]}
     with pytest.raises(UsageError, match=r"train.trainable: pattern '\*.attn.\*' matches no trainable parameter"):
