@@ -19,12 +19,17 @@ from harness.fidelity.distance import measure_fidelity
 from harness.records.record import FidelityData, FidelityStratum
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.linear import QuantizedLinear
+from qad.text.sight import Seen
 
 WEIGHTS, INPUTS = "weights alone", "inputs alone"
 
 
 def measure_parts(
-    students: Mapping[str, nn.Module], teacher: nn.Module, sequences: Sequence[tuple[str, Tensor]], data_name: str
+    students: Mapping[str, nn.Module],
+    teacher: nn.Module,
+    sequences: Sequence[tuple[str, Tensor]],
+    data_name: str,
+    seen: Sequence[Seen | None] = (),
 ) -> dict[str, list[FidelityStratum]]:
     """Both parts of every student that quantizes inputs, as `measure_fidelity` measures the whole; the others are left out."""
     quantizing = {name: student for name, student in students.items() if any(_quantizing(student))}
@@ -35,7 +40,7 @@ def measure_parts(
         with contextlib.ExitStack() as stack:
             for student in quantizing.values():
                 stack.enter_context(changed(student, teacher))
-            for name, data in measure_fidelity(quantizing, teacher, sequences, data_name).items():
+            for name, data in measure_fidelity(quantizing, teacher, sequences, data_name, seen=seen).items():
                 if name in found:
                     found[name].append(_stratum(part, data))
     return found

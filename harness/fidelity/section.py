@@ -69,7 +69,7 @@ def measure_distances(
         for name, layers in measure_layers(students, teacher, text.pairs, seen=text.seen).items():
             measured[name] = dataclasses.replace(measured[name], by_layer=layers)
     if section.split:
-        for name, parts in measure_parts(students, teacher, text.pairs, section.data.name).items():
+        for name, parts in measure_parts(students, teacher, text.pairs, section.data.name, text.seen).items():
             measured[name] = dataclasses.replace(measured[name], by_part=parts)
     if section.new_tokens:
         written = measure_continuations(

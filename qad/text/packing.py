@@ -148,7 +148,7 @@ class Sequences:
     pairs: list[tuple[str, Tensor]]
     sources: dict[str, int]
     domains: list[str]
-    seen: list[Seen | None]
+    seen: list[Seen | None] = dataclasses.field(default_factory=list)
 
     @property
     def shows_images(self) -> bool:
