@@ -123,7 +123,7 @@ class Job:
 
             out = (self.text_folder or self._scratch) / "windows" / role
             stored = run_stage("windows", out, config, inputs, work, replace=True).path
-            self._packed[key] = StoredWindows(stored, sight and sight.inputs)
+            self._packed[key] = StoredWindows(stored, sight.inputs if sight else None)
         return self._packed[key]
 
     def _contents(self, role: str) -> str:

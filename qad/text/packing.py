@@ -132,7 +132,7 @@ def pack(
                 f"{what} needs {windows * seq_len:,} tokens ({windows} windows of {seq_len}) but {draw.exhausted}: "
                 "ask for fewer or give more text"
             )
-        packed = writer.finish(draw.sources, sight and sight.digest)
+        packed = writer.finish(draw.sources, sight.digest if sight else None)
     if not packed.counted:
         raise DataError(
             f"{what} has no token that the assistant says: give conversations with answers, or use train.loss_on: all"

@@ -37,8 +37,8 @@ class Picture:
         if hashlib.sha256(content).hexdigest() != self.sha256:
             raise DataError(f"image {self.path} has changed since it was read: start again, or put the file back")
         try:
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-                image = ImageOps.exif_transpose(image)
+            with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+                image: Image.Image = ImageOps.exif_transpose(opened)
                 if image.mode == "RGBA":  # on white, as vLLM has it
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
                 return image.convert("RGB")
