@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scored import score_tasks
 from transformers import AutoModelForCausalLM
 
 import qad.hf
 from export.writer import export_arm
+from harness.accuracy.scores import SHIPPED
 from qad.arms.arm import Arm, open_arm, write_arm
 from qad.arms.selection import select
 from qad.artifact import run_stage
@@ -247,3 +251,20 @@ def test_importing_twice_is_harmless_and_a_taken_name_is_not() -> None:
             qad.hf._register()
     finally:
         AUTO_QUANTIZER_MAPPING[qad.hf.METHOD] = taken
+
+
+@pytest.mark.pipeline
+def test_lm_evals_own_command_opens_a_folder(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """Its score is the one that our harness gives the same folder."""
+    folder = tmp_path / "out"
+    export_arm(trained_arm(open_checkpoint(tiny_llama_dir), tmp_path / "arm", "NVFP4").folder, folder)
+    options = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--device", "cpu", "--limit", "8"]
+    task = ["--include_path", str(SHIPPED), "--tasks", "qad_agreement", "--output_path", str(tmp_path)]
+    command = [sys.executable, "-m", "qad.lm_eval", "run", *options, *task]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = tmp_path.rglob("results_*.json")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (ours,) = score_tasks(model, load_tokenizer(folder), ["qad_agreement"], limit=8).tasks
+    expected = sum(item.score for item in ours.items) / len(ours.items)
+    assert json.loads(file.read_text())["results"]["qad_agreement"]["acc,none"] == expected
