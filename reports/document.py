@@ -12,7 +12,7 @@ from reports.figures import pareto
 from reports.load import Run
 from reports.numbers import people_list
 from reports.parts import Block, Code, Document, Notes, Section, Text
-from reports.sections import capacity, checked, details, origin, seeds, serving, strata, tables
+from reports.sections import capacity, checked, details, origin, search, seeds, serving, strata, tables
 from reports.sections import engine_parity as parity
 from reports.sections.outcome import QAD, arm_name, banners, decision, outcome, tiles
 
@@ -130,7 +130,7 @@ def document(
     sections = [
         Section("summary", "Summary", _kept(details.checks(verdict), tables.summary(comparison, records))),
         Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
-        Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(comparison, records)),
+        Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(run, comparison, records)),
         Section("training", "Training", _training(run, comparison)),
         Section("memory", "Size and memory", _memory(comparison, records)),
         Section("speed", "Speed", _speed(comparison, records)),
@@ -172,11 +172,12 @@ def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
     return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
 
 
-def _fidelity(comparison: Comparison, records: list[Record]) -> list[Block]:
+def _fidelity(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:
     blocks = _kept(
         details.qad_against_ptq(comparison),
         figures.fidelity(comparison, records),
         details.token_kl(comparison),
+        search.searched(run),
         figures.strata(comparison),
         strata.where_it_sits(comparison),
         strata.kl_by_stratum(comparison),

@@ -55,13 +55,22 @@ class SplitText:
 
 
 @dataclasses.dataclass(frozen=True)
+class SearchedUnit:
+    """What engines run in one format. kl: format -> nats per token when it alone is quantized. format: that of the PTQ arm."""
+
+    name: str
+    kl: dict[str, float]
+    format: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """steps: of metrics.jsonl; other_steps: arm -> those of its own log. recipe: the YAML text, "" if there is
     none. manifests: path inside the run -> facts, sorted by path. text: what each role read, as far as it is known.
 
     missing: (what was not measured, why), in the order of the report. measure, quantize: those sections of the recipe, {} where
     it is not known. left_out: sections that the recipe is without, of calibrate and train. samples: files of samples under
-    RUN/measure, as qad/accuracy.samples.parquet.
+    RUN/measure, as qad/accuracy.samples.parquet. search: what `quantize.search` measured, on so many search_tokens.
     """
 
     steps: list[Step]
@@ -74,6 +83,8 @@ class Run:
     samples: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     quantize: dict[str, Any] = dataclasses.field(default_factory=dict)
+    search: list[SearchedUnit] = dataclasses.field(default_factory=list)
+    search_tokens: int = 0
 
     def unasked(self, kind: str) -> str:
         """Why a kind of measurement is not there, where the recipe tells; else ""."""
@@ -102,7 +113,29 @@ def load_run(run: Path, given: list[Record]) -> Run:
     others = {arm: found for arm, found in others.items() if found}
     measured = run / "measure"
     samples = frozenset(p.relative_to(measured).as_posix() for p in measured.glob("*/*.samples.parquet"))
-    return Run(steps, recipe, _manifests(run), missing, _split_texts(run, given), others, measure, samples, left_out, quantize)
+    text = _split_texts(run, given)
+    search = _search(run)
+    return Run(steps, recipe, _manifests(run), missing, text, others, measure, samples, left_out, quantize, *search)
+
+
+def _search(run: Path) -> tuple[list[SearchedUnit], int]:
+    """Empty where there was none, or where the PTQ arm is not there that says what came of it."""
+    try:
+        found = strict_json((run / "search" / "sensitivity.json").read_bytes())
+        selection = strict_json((run / "arms" / "ptq" / "selection.json").read_bytes())
+        own, usual = mapping(selection["formats"]), str(selection["format"])
+        formats = {module: str(own.get(module, usual)) for module in mapping(selection["modules"])}
+        units = [
+            SearchedUnit(
+                str(unit["name"]),
+                {str(format): float(kl) for format, kl in mapping(unit["kl"]).items()},
+                formats.get(str(unit["modules"][0]), "BF16"),
+            )
+            for unit in found["units"]
+        ]
+        return units, int(found["tokens"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return [], 0
 
 
 def _settings(recipe: str) -> dict[str, Any]:

@@ -273,6 +273,7 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
+    from qad.training.search import searched
     from qad.training.stages import ptq_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -280,7 +281,7 @@ def _ptq(args: argparse.Namespace) -> int:
     job = prepare(recipe, say, args.out.parent / "text")
     with template_clock(recipe.template_time):
         require_frozen_time(job)
-        artifact = ptq_arm(job, args.out)
+        artifact = ptq_arm(searched(job, args.out.parent / "search", say), args.out)
     say(f"PTQ arm: {artifact.path}")
     return 0
 
@@ -290,6 +291,7 @@ def _train(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
+    from qad.training.search import searched
     from qad.training.stages import ptq_arm, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -306,6 +308,7 @@ def _train(args: argparse.Namespace) -> int:
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         require_enough_text(job, say)
+        job = searched(job, args.out.parent / "search", say)
         if args.ptq is None:
             ptq_arm(job, ptq)
         artifact = trained_arm(job, method, ptq, args.out)

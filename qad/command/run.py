@@ -2,6 +2,7 @@
 
 RUN/recipe.yaml                         the resolved recipe
 RUN/text/ROLE                           what the teacher wrote, where the recipe asks for it
+RUN/search                              the KL of every choice alone, where quantize.search asks for it
 RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
 RUN/measure/{bf16,ptq,qad}/KIND.json    records, measured on the exported folders
@@ -43,6 +44,7 @@ from qad.place import require_writable, write_whole, writing
 from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
+from qad.training.search import searched
 from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml
@@ -85,7 +87,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     replaced. Raises QadError."""
     _require_run_folder(out)
     kinds = KINDS if recipe.measure.noise_floor else KINDS[:-1]
-    clock = Stopwatch(say, 6 + 2 * len(recipe.methods) + len(kinds))
+    clock = Stopwatch(say, 6 + bool(recipe.quantize.search) + 2 * len(recipe.methods) + len(kinds))
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
@@ -106,8 +108,11 @@ def _run(
 
     with clock("text"):
         require_enough_text(job, say)
-        _require_same_arms(job, out, say, redo)
-        _claim(job, out)
+    if recipe.quantize.search:
+        with clock("search"):
+            job = searched(job, out / "search", say)
+    _require_same_arms(job, out, say, redo)
+    _claim(job, out)
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
         bf16_arm(job, arms / "bf16", replace=True)
@@ -229,7 +234,7 @@ def _require_same_arms(job: Job, out: Path, say: Callable[[str], None], redo: bo
 def _require_run_folder(out: Path) -> None:
     """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "text", "teacher_cache", METRICS}
+        early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "search", "search.partial", "text", "teacher_cache", METRICS}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
     require_writable(out / "recipe.yaml" if out.is_dir() else out)

@@ -130,3 +130,15 @@ def _linear(weight_NK: Tensor) -> nn.Linear:
     linear.out_features, linear.in_features = weight_NK.shape
     linear.weight = nn.Parameter(weight_NK.detach(), requires_grad=False)
     return linear
+
+
+def experts_a_layer(config: Any) -> int:
+    """How many experts a layer has; 0 where there are none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
+
+
+def routed_share(config: Any) -> float:
+    """The share of a layer's experts that a token meets; 1 where there are none."""
+    each, count = getattr(config, "num_experts_per_tok", None), experts_a_layer(config)
+    return float(each) / count if each and count else 1.0

@@ -17,7 +17,7 @@ from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml, strict_yaml
 
 _MESSAGE = 600  # characters, whatever was given
-_SECTIONS = ("quantize", "calibrate", "train", "export", "measure", "fidelity", "accuracy", "throughput")
+_SECTIONS = ("quantize", "search", "calibrate", "train", "export", "measure", "fidelity", "accuracy", "throughput")
 
 
 def shipped_recipes() -> dict[str, Path]:

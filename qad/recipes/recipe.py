@@ -33,6 +33,27 @@ def _known(name: str) -> str:
 Format = Annotated[str, AfterValidator(_known), WithJsonSchema({"type": "string", "enum": list(FORMATS)})]
 
 
+BF16 = "BF16"  # of a search: a module that stays as it is
+Searched = Annotated[
+    str,
+    AfterValidator(lambda name: name if name == BF16 else _known(name)),
+    WithJsonSchema({"type": "string", "enum": [*FORMATS, BF16]}),
+]
+
+
+class Search(_Strict):
+    """Formats by how far the output moves when one of them is taken alone."""
+
+    bits: Annotated[float, Field(gt=0)]
+    """a weight, scales included, of the modules that would be quantized"""
+    formats: Annotated[list[Searched], Field(min_length=2)] = ["NVFP4", "FP8", BF16]
+    """what there is to choose from"""
+    cost: Literal["stored", "active"] = "stored"
+    """of a bit: stored counts all experts alike, active by the share of them that a token reads"""
+    tokens: Positive = 2048
+    """of the calibration text; read once for every unit and format, half of the layers on average"""
+
+
 class Quantize(_Strict):
     """What becomes 4-bit, and how."""
 
@@ -48,6 +69,8 @@ class Quantize(_Strict):
     """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
     rounding: Literal["nearest", "gptq"] = "nearest"
     """of 4-bit weights that are not trained: gptq decides codes and block scales against the inputs of the calibration text"""
+    search: Search | None = None
+    """formats for a target of bits a weight, by the KL of each choice alone; takes the place of formats"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
     """off, or quantized with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
     kv_format: Literal["FP8", "NVFP4"] = "FP8"
@@ -314,6 +337,8 @@ class Recipe(_Strict):
                 "quantize.rounding gptq decides codes beside frozen scales, on text: set quantize.scales to mse and give "
                 "calibrate.data"
             )
+        if self.quantize.search and (self.calibrate is None or self.quantize.formats):
+            raise ValueError("quantize.search decides formats on text: give calibrate.data and leave quantize.formats out")
         if self.quantize.kv_cache != "off" and self.export.layout not in KV_FORMATS[self.quantize.kv_format].schemes:
             raise ValueError(
                 f"quantize.kv_format {self.quantize.kv_format} has no words in the {self.export.layout} layout: set "

@@ -89,6 +89,10 @@ class WindowSet(abc.ABC):
         for index in torch.arange(len(self)).split(size):
             yield self.at(index)
 
+    def first(self, count: int) -> Windows:
+        """The first so many windows, in memory."""
+        return self.at(torch.arange(count))
+
     def indices(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
         """Which windows step 1, 2, ... sees, int64: a pure function of its arguments, so that a resumed run needs no state.
 

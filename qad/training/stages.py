@@ -58,7 +58,7 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
 
 def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
-    for key, only in {"rounding": NEAREST, "kv_format": FP8}.items():
+    for key, only in {"rounding": NEAREST, "kv_format": FP8, "search": None}.items():
         if section[key] == only:  # as before there was another: finished arms keep their key
             del section[key]
     return section

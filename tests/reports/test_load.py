@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.records.record import Record
 from reports.load import SplitText, load_records, load_run
-from reports.sections import details
+from reports.sections import details, search
 
 
 def test_a_whole_run(run: Path, records: list[Record]) -> None:
@@ -93,3 +93,29 @@ def test_the_text_of_every_split_is_known_by_source(run: Path, records: list[Rec
         ("a.txt", "750", "75.0 %"),
         ("random tokens", "250", "25.0 %"),
     ]
+
+
+def test_a_search_is_shown_by_kind_and_by_layer_as_it_was_chosen(run: Path, records: list[Record]) -> None:
+    """What is neither among the formats nor the usual one stays BF16; damage is no search."""
+    assert search.searched(load_run(run, records)) is None
+    units = [
+        {"name": f"m.{layer}.{leaf}", "modules": [f"m.{layer}.{leaf}"], "kl": {"NVFP4": kl, "FP8": kl / 10}}
+        for layer, leaf, kl in ((0, "q_proj", 0.2), (0, "o_proj", 0.1), (1, "q_proj", 0.4), (1, "o_proj", 0.3))
+    ]
+    (run / "search").mkdir()
+    (run / "search" / "sensitivity.json").write_text(json.dumps({"tokens": 2048, "units": units}), encoding="utf-8")
+    selection = {
+        "format": "NVFP4",
+        "formats": {"m.1.q_proj": "FP8"},
+        "modules": {"m.0.q_proj": [16, 16], "m.0.o_proj": [16, 16], "m.1.q_proj": [16, 16]},
+    }
+    (run / "arms" / "ptq" / "selection.json").write_text(json.dumps(selection), encoding="utf-8")
+    table = search.searched(load_run(run, records))
+    assert table is not None
+    assert "2,048 tokens" in table.note
+    assert [[(row.label, *(cell.text for cell in row.cells)) for row in group.rows] for group in table.groups] == [
+        [("q_proj", "0.600", "0.0600", "0.240", "1 FP8, 1 NVFP4"), ("o_proj", "0.400", "0.0400", "0.100", "1 BF16, 1 NVFP4")],
+        [("Layer 0", "0.300", "0.0300", "0.300", "2 NVFP4"), ("Layer 1", "0.700", "0.0700", "0.0400", "1 BF16, 1 FP8")],
+    ]
+    (run / "search" / "sensitivity.json").write_text("{}", encoding="utf-8")
+    assert search.searched(load_run(run, records)) is None

@@ -15,9 +15,10 @@ from qad.command.planning.scale import CHUNK_TENSORS, WIDTH, Shape, config_alone
 from qad.model.loader import load_skeleton
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
-from qad.recipes.recipe import Recipe, Train
+from qad.recipes.recipe import BF16, Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
+from qad.training.sensitivity import units_of
 
 
 def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -35,6 +36,8 @@ def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
         say("text   is partly the teacher's own, which the run writes first")
     else:
         require_enough_text(job, say)
+    for line in _search(job):
+        say(line)
     for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
         say(line)
     if train:
@@ -52,6 +55,16 @@ def _plan_config(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> No
     if recipe.train:
         for line in (*_training(recipe.train), *scale_lines(shape, recipe.train, recipe.dtype)):
             say(line)
+
+
+def _search(job: Job) -> Iterator[str]:
+    section = job.recipe.quantize.search
+    if section:
+        units, formats = len(units_of(job.selection, 1.0)), len([format for format in section.formats if format != BF16])
+        yield (
+            f"search {units} units in {formats} formats for {section.bits:g} bits a weight: {units * formats:,} passes over "
+            f"{section.tokens:,} tokens, about half of each"
+        )
 
 
 def _training(train: Train) -> Iterator[str]:

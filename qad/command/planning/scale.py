@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qad.arms.selection import Selection, select
 from qad.errors import QadError, SourceError
 from qad.model.bounds import OversizedError, built_for, require_bounded
-from qad.model.experts import Expert, split_experts
+from qad.model.experts import Expert, experts_a_layer, routed_share, split_experts
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
 
@@ -76,7 +76,7 @@ class Shape:
         """Read a skeleton with split experts. selection: which Linears share an input; None: none do. train: what of it trains;
         None: everything."""
         config = model.config.get_text_config()
-        share = _routed_share(config)
+        share = routed_share(config)
         alone = {name: (name,) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         groups = {name: group for group in (selection.groups if selection else ()) for name in group}
         layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
@@ -110,30 +110,18 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _experts(config: Any) -> int:
-    """Of a layer; 0 where there are none."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
-
-
-def _routed_share(config: Any) -> float:
-    """The share of a layer's experts that a token meets; 1 where there are none."""
-    each, count = getattr(config, "num_experts_per_tok", None), _experts(config)
-    return float(each) / count if each and count else 1.0
-
-
 def _of_experts(model: nn.Module, config: Any) -> Iterator[nn.Parameter]:
     """Those of split experts, and stacks of all experts of a layer, whose first size is their number."""
     for module in model.modules():
         if isinstance(module, Expert):
             yield from module.parameters()
-        yield from (p for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) == _experts(config))
+        yield from (p for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) == experts_a_layer(config))
 
 
 def _kept(name: str, layer: nn.Module, groups: dict[str, tuple[str, ...]], config: Any) -> float:
     """Elements a token: every Linear's output, and twice every input, as it is and quantized, once for those that share it; twice
     what norms of queries and keys are given. Held against what autograd saves by tests/qad/command/test_scale.py."""
-    share, seen = _routed_share(config), set()
+    share, seen = routed_share(config), set()
     norms = {path for path, _ in layer.named_modules() if path.endswith(("q_norm", "k_norm"))}
     experts = {path for path, module in layer.named_modules() if isinstance(module, Expert)}
     total = sum(share * len(p) * (p.shape[1] + 2 * p.shape[2]) for p in _of_experts(layer, config) if p.dim() == 3)
