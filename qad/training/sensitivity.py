@@ -105,7 +105,7 @@ def sensitivities(
     return found
 
 
-def _input_scales(model: Any, selection: Selection, passes: _Passes, formats: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
+def _input_scales(model: Any, selection: Selection, passes: _Passes, formats: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """By format, what `calibrate` finds on the text of the passes."""
     modules = list(selection.modules)
     with AmaxObserver(model, modules) as observer, forward_to(model, modules) as forward:
