@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
     _recipe(sub)
+    sub.add_argument("--emit", choices=["megatron-bridge"], help="print what the recipe is there instead, and what it cannot be")
 
     sub = _command(commands, "keys", _keys, "list the keys of a recipe: type, default, meaning")
     sub.add_argument("section", nargs="?", default="", metavar="SECTION", help="such as train, measure.fidelity or data")
@@ -258,7 +259,13 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    interface.plan(interface.load_recipe(args.recipe, args.overrides), say=say)
+    recipe = interface.load_recipe(args.recipe, args.overrides)
+    if args.emit:
+        from qad.command.planning.megatron_bridge import megatron_bridge
+
+        print("\n".join(megatron_bridge(recipe)))
+        return 0
+    interface.plan(recipe, say=say)
     return 0
 
 
