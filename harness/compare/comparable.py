@@ -3,13 +3,13 @@ would be read as a loss of accuracy. Every difference is named, not only the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from harness.records.comparison import Estimate
-from harness.records.record import ARMS, AccuracyData, FidelityData, Record, ScoresData, TaskScore, arm_order
+from harness.records.record import ARMS, AccuracyData, FidelityData, PublishedScore, Record, ScoresData, TaskScore, arm_order
 from harness.statistics.intervals import Floats, Ints, cluster_index
 from qad.errors import DataError
 
@@ -134,6 +134,31 @@ def task_scores(arms: Mapping[str, Record], key: TaskKey) -> dict[str, TaskScore
 
 def _key(score: TaskScore) -> TaskKey:
     return score.task, score.filter, score.metric
+
+
+def with_recovery(
+    label: str,
+    arms: Iterable[str],
+    means: Mapping[str, float],
+    low: float | None,
+    score: TaskScore | PublishedScore,
+    notes: list[str],
+) -> Iterator[tuple[str, str, str]]:
+    """(arm, of its ratio the upper, the lower) of every arm but bf16 that has a recovery; of the others a note says why not.
+
+    means: of the arms whose score is a number. low: the lower limit of bf16's score. score: anybody's, for what a task is.
+    """
+    for arm in (arm for arm in arms if arm != BASELINE):
+        top, bottom = (arm, BASELINE) if score.higher_is_better else (BASELINE, arm)
+        absent = next((name for name in (BASELINE, arm) if name not in means), None)
+        if absent:
+            notes.append(f"{label}: recovery of {arm} is n/a, {absent} has no valid score")
+        elif not means[bottom] > 0:
+            notes.append(f"{label}: recovery of {arm} is n/a, {bottom} scores {means[bottom]:.3g}")
+        elif score.higher_is_better and score.chance is not None and (low is None or low <= score.chance):
+            notes.append(f"{label}: recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
+        else:
+            yield arm, top, bottom
 
 
 def doubtful(recovery: Estimate | None) -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 
-from harness.compare.comparable import BASELINE, doubtful
+from harness.compare.comparable import BASELINE, doubtful, with_recovery
 from harness.compare.contrasts import PairedScores
 from harness.records.comparison import BenchmarkRow, Estimate
 from harness.records.record import PublishedScore, Record, ScoresData
@@ -72,32 +73,21 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         for arm, score in scores.items()
         if score.stderr == 0
     ]
-    recovery: dict[str, Estimate | None] = {}
-    above: dict[str, Estimate | None] = {}
-    deviations: dict[str, Floats | None] = {}
+    others, label = [arm for arm in scores if arm != BASELINE], f"{first.task} (imported)"
+    recovery: dict[str, Estimate | None] = dict.fromkeys(others)
+    above, deviations = dict(recovery), dict.fromkeys(others, cast(Floats | None, None))
     doubt: dict[str, str] = {}
-    base = usable.get(BASELINE)
-    for number, arm in enumerate(arm for arm in scores if arm != BASELINE):
-        recovery[arm] = above[arm] = deviations[arm] = None
-        if base is None or arm not in usable:
-            who = BASELINE if base is None else arm
-            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} has no valid score")
-            continue
-        top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
-        if not bottom.value > 0:
-            who = BASELINE if first.higher_is_better else arm
-            notes.append(f"{first.task} (imported): recovery of {arm} is n/a, {who} scores {bottom.value:.3g}")
-            continue
-        if first.higher_is_better and _at_chance(bottom):
-            notes.append(f"{first.task} (imported): recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
-            continue
-        recovery[arm] = _recovery(top, bottom, 0.0)
+    means, base = {arm: score.value for arm, score in usable.items()}, usable.get(BASELINE)
+    low = None if base is None else base.value - Z * (standard_error(base) or 0.0)
+    for arm, top, bottom in with_recovery(label, others, means, low, first, notes):
+        pair = usable[top], usable[bottom]
+        recovery[arm] = _recovery(*pair, 0.0)
+        deviations[arm] = _deviations(*pair, first.higher_is_better, stream, others.index(arm))
         if first.chance is not None and first.higher_is_better:
-            above[arm] = _recovery(top, bottom, first.chance)
-        deviations[arm] = _deviations(top, bottom, first.higher_is_better, stream, number)
+            above[arm] = _recovery(*pair, first.chance)
         if first.higher_is_better and (why := doubtful(recovery[arm])):
             doubt[arm] = why
-            notes.append(f"{first.task} (imported): recovery of {arm}, {why}")
+            notes.append(f"{label}: recovery of {arm}, {why}")
     settings = first.settings
     row = BenchmarkRow(
         task=first.task,
@@ -118,11 +108,6 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         doubt=doubt,
     )
     return PairedScores(row, {}, NO_ITEMS, deviations)
-
-
-def _at_chance(score: PublishedScore) -> bool:
-    """As of measured scores: whether bf16 is not clearly above what guessing scores; without an error, not above it."""
-    return score.chance is not None and score.value - Z * (standard_error(score) or 0.0) <= score.chance
 
 
 def _score(score: PublishedScore) -> Estimate:

@@ -8,6 +8,7 @@ a mean in silence. How the intervals are made, and what they cover: harness.stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from harness.compare.comparable import (
     require_same_targets,
     task_keys,
     task_scores,
+    with_recovery,
 )
 from harness.compare.contrasts import MARGIN, PairedScores, contrasts
 from harness.compare.distance import compare_fidelity
@@ -33,7 +35,7 @@ from harness.compare.speed import compare_throughput, emulated, failure_shares
 from harness.compare.training_seeds import compare_seeds, merge_seeds, seeds_of
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import MemoryData, Record, TaskScore, arm_order
-from harness.statistics.intervals import Floats, Ints, cluster_count, mean_interval, paired_ratio_interval
+from harness.statistics.intervals import Floats, cluster_count, mean_interval, paired_ratio_interval
 from harness.statistics.medians import median_difference_interval, median_interval, paired_ratio_deviations
 from qad.untrusted import mapping, names
 
@@ -125,37 +127,21 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
     notes += [f"{label}: recovery of {arm} is n/a, {why}" for arm, why in found.refused.items()]
     if found.scores and (left := len(first.items) - len(cluster)):
         notes.append(f"{label}: {left} of {len(first.items)} items are left out, their requests failed under an arm")
-    recovery: dict[str, Estimate | None] = {}
-    above: dict[str, Estimate | None] = {}
-    deviations: dict[str, Floats | None] = {}
-    flips: dict[str, tuple[int, int]] = {}
     doubt = {arm: why for arm, why in found.refused.items() if arm != BASELINE}
-    recovery |= dict.fromkeys(doubt)
-    above |= dict.fromkeys(doubt)
-    deviations |= dict.fromkeys(doubt)
-    base = usable.get(BASELINE)
-    for arm in (arm for arm in values if arm != BASELINE):
-        recovery[arm] = above[arm] = deviations[arm] = None
-        if base is None or arm not in usable:
-            notes.append(f"{label}: recovery of {arm} is n/a, {BASELINE if base is None else arm} has no valid score")
-            continue
-        flips[arm] = _flips(base, usable[arm], first.higher_is_better)
-        top, bottom = (usable[arm], base) if first.higher_is_better else (base, usable[arm])
-        if not bottom.mean() > 0:
-            who = BASELINE if first.higher_is_better else arm
-            notes.append(f"{label}: recovery of {arm} is n/a, {who} scores {bottom.mean():.3g}")
-            continue
-        if _at_chance(first, bottom, cluster):
-            notes.append(f"{label}: recovery of {arm} is not scored, {BASELINE} is not clearly above chance")
-            continue
-        recovery[arm] = paired_ratio_interval(top, bottom, cluster)
-        deviations[arm] = paired_ratio_deviations(top, bottom, cluster, stream, list(values).index(arm))
-        bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in (base, usable[arm]))
+    recovery: dict[str, Estimate | None] = dict.fromkeys(arm for arm in (*doubt, *values) if arm != BASELINE)
+    above, deviations = dict(recovery), dict.fromkeys(recovery, cast(Floats | None, None))
+    score = {arm: mean_interval(v, cluster) for arm, v in usable.items()}
+    means, low = {arm: one.value for arm, one in score.items()}, score[BASELINE].low if BASELINE in score else None
+    for arm, top, bottom in with_recovery(label, values, means, low, first, notes):
+        pair = usable[top], usable[bottom]
+        recovery[arm] = paired_ratio_interval(*pair, cluster)
+        deviations[arm] = paired_ratio_deviations(*pair, cluster, stream, list(values).index(arm))
+        if first.chance is not None and first.higher_is_better:
+            above[arm] = paired_ratio_interval(*pair, cluster, first.chance)
+        bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in pair)
         if bounded and (why := doubtful(recovery[arm])):
             doubt[arm] = why
             notes.append(f"{label}: recovery of {arm}, {why}")
-        if first.chance is not None and first.higher_is_better:
-            above[arm] = paired_ratio_interval(top, bottom, cluster, first.chance)
     row = BenchmarkRow(
         task=task,
         metric=metric,
@@ -167,10 +153,10 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         clusters=cluster_count(cluster),
         failed=found.failed,
         doubt=doubt,
-        score={arm: mean_interval(v, cluster) for arm, v in usable.items()} | _alone(task, found.alone),
+        score=score | _alone(task, found.alone),
         recovery=recovery,
         recovery_above_chance=above,
-        flips=flips,
+        flips=_flips(usable, first.higher_is_better),
         limit=first.limit,
         headline=headline,
     )
@@ -183,18 +169,12 @@ def _alone(task: str, scores: Mapping[str, TaskScore]) -> dict[str, Estimate]:
     return {arm: mean_interval(v[arm], cluster) for arm, (v, cluster) in found.items() if np.isfinite(v[arm]).all()}
 
 
-def _at_chance(score: TaskScore, bottom: Floats, cluster: Ints) -> bool:
-    """Whether bf16 is not clearly above what guessing scores: its recovery would be noise over noise."""
-    if score.chance is None or not score.higher_is_better:
-        return False
-    low = mean_interval(bottom, cluster).low
-    return low is None or low <= score.chance
-
-
-def _flips(base: Floats, other: Floats, higher_is_better: bool) -> tuple[int, int]:
-    """Items that got (worse, better) than under bf16."""
-    lower, higher = int(np.count_nonzero(other < base)), int(np.count_nonzero(other > base))
-    return (lower, higher) if higher_is_better else (higher, lower)
+def _flips(usable: Mapping[str, Floats], higher_is_better: bool) -> dict[str, tuple[int, int]]:
+    """Items that got (worse, better) than under bf16, of every other arm."""
+    sign = 1.0 if higher_is_better else -1.0
+    others = [arm for arm in usable if arm != BASELINE] if BASELINE in usable else []
+    moved = {arm: sign * (usable[arm] - usable[BASELINE]) for arm in others}
+    return {arm: (int(np.count_nonzero(by < 0)), int(np.count_nonzero(by > 0))) for arm, by in moved.items()}
 
 
 # --- over benchmarks -----------------------------------------------------------------------------
