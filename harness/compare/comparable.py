@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.records.comparison import Estimate
+from harness.records.comparison import BenchmarkRow, Estimate
 from harness.records.record import ARMS, AccuracyData, FidelityData, PublishedScore, Record, ScoresData, TaskScore, arm_order
 from harness.statistics.intervals import Floats, Ints, cluster_index
 from qad.errors import DataError
@@ -60,7 +60,7 @@ def _settings(record: Record) -> Facts:
     """Everything that has to be equal, under the names the user knows it by. Not the model's name: an arm measured by hand has
     its folder's, and what was asked is compared item by item."""
     engine = record.engine
-    facts: Facts = {("", name): value for name, value in _flat("", record.settings)}
+    facts: Facts = {("", name): value for name, value in flat("", record.settings)}
     facts["", "engine"] = f"{engine.name} {engine.version}"
     facts["", "engine dtype"] = engine.dtype
     if isinstance(record.data, FidelityData):
@@ -70,21 +70,22 @@ def _settings(record: Record) -> Facts:
             facts.setdefault((score.task, "filters"), []).append(score.filter)
             for name in ("version", "metric", "n_shot", "higher_is_better", "limit"):
                 facts[score.task, f"{name} under filter {score.filter}"] = getattr(score, name)
-            for name, value in _flat("", score.protocol):
+            for name, value in flat("", score.protocol):
                 facts[score.task, f"{name} under filter {score.filter}"] = value
     if isinstance(record.data, ScoresData):
         for printed in record.data.scores:
             for name in ("metric", "higher_is_better", "maximum", "chance", "items", "repeats"):
                 facts[printed.task, f"{name} under filter {printed.filter}"] = getattr(printed, name)
-            for name, value in _flat("", printed.settings):
+            for name, value in flat("", printed.settings):
                 facts[printed.task, f"{name} under filter {printed.filter}"] = value
     return facts
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Nested settings, one by one: (a.b.c, value), by name."""
     if isinstance(value, Mapping):
         for key in sorted(value):
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), value[key])
+            yield from flat(f"{prefix}.{key}" if prefix else str(key), value[key])
     else:
         yield prefix, value
 
@@ -166,6 +167,12 @@ def doubtful(recovery: Estimate | None) -> str:
     if recovery is None or recovery.value <= PLAUSIBLE:
         return ""
     return f"{recovery.value:.0%} is above {PLAUSIBLE:.0%}, which is not plausible: look at units, settings and names"
+
+
+def worst_of(arm: str, rows: Iterable[BenchmarkRow]) -> tuple[str, Estimate] | None:
+    """Label and recovery of the row on which an arm has its lowest."""
+    found = [(row.label, recovery) for row in rows if (recovery := row.recovery.get(arm))]
+    return min(found, key=lambda row: row[1].value, default=None)
 
 
 def paired(task: str, scores: Mapping[str, TaskScore]) -> tuple[dict[str, Floats], Ints]:

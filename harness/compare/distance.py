@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def _row(data: FidelityData, sums: _Sums, cluster: Ints) -> FidelityRow:
 
     return FidelityRow(
         kl=per_token(sums.kl, log=_positive(sums.kl, cluster)),
-        top1=_share(per_token(sums.agree, log=False)),
+        top1=_under(per_token(sums.agree, log=False), lambda share: min(1.0, max(0.0, share))),
         perplexity=_exp(per_token(sums.nll, log=False)),
         perplexity_ratio=_exp(per_token(sums.nll - sums.nll_teacher, log=False)),
         token_kl=dict(data.token_kl),
@@ -134,13 +135,6 @@ def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
     }
 
 
-def _share(estimate: Estimate) -> Estimate:
-    """A share lies in [0, 1]; cutting an interval there loses nothing of its coverage."""
-    if estimate.low is None or estimate.high is None:
-        return estimate
-    return dataclasses.replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
-
-
 def _kl_ratio(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estimate | None:
     top, bottom = sums["qad"].kl, sums["ptq"].kl
     if not bottom.sum() > 0:
@@ -176,13 +170,11 @@ def _positive(values: Floats, cluster: Ints) -> bool:
 
 
 def _exp(mean: Estimate) -> Estimate:
-    """Perplexity from nats per token. The interval is of the mean; exp keeps its coverage."""
-    return dataclasses.replace(mean, value=_exponential(mean.value), low=_limit(mean.low), high=_limit(mean.high))
+    """Perplexity from nats per token."""
+    return _under(mean, lambda nats: math.exp(min(nats, 700.0)))
 
 
-def _limit(value: float | None) -> float | None:
-    return None if value is None else _exponential(value)
-
-
-def _exponential(value: float) -> float:
-    return math.exp(min(value, 700.0))
+def _under(found: Estimate, rising: Callable[[float], float]) -> Estimate:
+    """A number under a function that rises; its interval keeps its coverage."""
+    low, high = (None if end is None else rising(end) for end in (found.low, found.high))
+    return dataclasses.replace(found, value=rising(found.value), low=low, high=high)

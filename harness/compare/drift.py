@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.compare.comparable import BASELINE, item_order, task_keys, task_scores
 from harness.records.comparison import Estimate, OutputRow
-from harness.records.record import ERROR, LENGTH, Outputs, Record, TaskScore
+from harness.records.record import ERROR, LENGTH, Record, TaskScore
 from harness.statistics.intervals import Floats, Ints, cluster_index, mean_interval, renumbered
 from harness.statistics.resampling import ratio_of_sums
 
@@ -28,64 +28,49 @@ def output_rows(arms: Mapping[str, Record]) -> list[OutputRow]:
     return rows
 
 
+class _Answers:
+    """What one arm said, arrays [n] in the common order.
+
+    there: the request did not fail. counted: somebody counted its tokens as well.
+    """
+
+    def __init__(self, score: TaskScore, order: Sequence[int]) -> None:
+        outputs = score.outputs
+        assert outputs is not None
+        finish = np.array([outputs.finish[i] for i in order])
+        self.there = finish != ERROR
+        self.counted = self.there & np.array([outputs.tokens[i] is not None for i in order])
+        self.tokens = np.array([float(outputs.tokens[i] or 0) for i in order])
+        self.correct = np.array([score.items[i].score for i in order], dtype=np.float64)
+        self.truncated = finish == LENGTH
+        self.loops, self.empty = (np.array([column[i] for i in order]) for column in (outputs.loops, outputs.empty))
+
+
 def _row(task: str, scores: Mapping[str, TaskScore]) -> OutputRow:
     order = item_order(task, scores)
     reference = next(iter(scores))
     cluster = cluster_index([scores[reference].items[i].cluster for i in order[reference]])
-    tokens: dict[str, Estimate] = {}
-    per_correct: dict[str, Estimate | None] = {}
-    for arm, score in scores.items():
-        found, kept = _tokens(score, order[arm])
-        if kept.any():
-            tokens[arm] = _mean(found[kept], cluster[kept])
-            correct = np.array([score.items[i].score for i in order[arm]], dtype=np.float64)
-            per_correct[arm] = _inverse(_ratio(correct[kept], found[kept], cluster[kept]))
-    ratio = {arm: _length_ratio(scores, order, arm, cluster) for arm in scores if arm != BASELINE and arm in tokens}
+    said = {arm: _Answers(score, order[arm]) for arm, score in scores.items()}
+    counted = {arm: a for arm, a in said.items() if a.counted.any()}
 
     def shares(of: str) -> dict[str, Estimate]:
-        return {arm: _share(_outputs(scores[arm]), of, order[arm], cluster) for arm in scores}
+        return {arm: _mean(getattr(a, of)[a.there].astype(np.float64), cluster[a.there]) for arm, a in said.items()}
+
+    def length_ratio(a: _Answers) -> Estimate | None:
+        both = a.counted & said[BASELINE].counted if BASELINE in said else np.zeros_like(a.counted)
+        return _ratio(a.tokens[both], said[BASELINE].tokens[both], cluster[both]) if both.any() else None
 
     return OutputRow(
         benchmark=task,
-        tokens=tokens,
-        length_ratio=ratio,
+        tokens={arm: _mean(a.tokens[a.counted], cluster[a.counted]) for arm, a in counted.items()},
+        length_ratio={arm: length_ratio(a) for arm, a in counted.items() if arm != BASELINE},
         truncated=shares("truncated"),
         loops=shares("loops"),
         empty=shares("empty"),
-        tokens_per_correct=per_correct,
+        tokens_per_correct={
+            arm: _inverse(_ratio(a.correct[a.counted], a.tokens[a.counted], cluster[a.counted])) for arm, a in counted.items()
+        },
     )
-
-
-def _outputs(score: TaskScore) -> Outputs:
-    assert score.outputs is not None
-    return score.outputs
-
-
-def _tokens(score: TaskScore, order: Sequence[int]) -> tuple[Floats, np.ndarray]:
-    """Tokens [n] in the common order, and where there are any."""
-    outputs = _outputs(score)
-    counted = [(outputs.tokens[i], outputs.finish[i]) for i in order]
-    kept = np.array([count is not None and finish != ERROR for count, finish in counted], dtype=bool)
-    return np.array([float(count or 0) for count, _ in counted]), kept
-
-
-def _length_ratio(scores: Mapping[str, TaskScore], order: Mapping[str, list[int]], arm: str, cluster: Ints) -> Estimate | None:
-    if BASELINE not in scores:
-        return None
-    (top, ours), (bottom, theirs) = (_tokens(scores[name], order[name]) for name in (arm, BASELINE))
-    both = ours & theirs
-    return _ratio(top[both], bottom[both], cluster[both]) if both.any() else None
-
-
-def _share(outputs: Outputs, of: str, order: Sequence[int], cluster: Ints) -> Estimate:
-    values = {
-        "truncated": lambda i: outputs.finish[i] == LENGTH,
-        "loops": lambda i: outputs.loops[i],
-        "empty": lambda i: outputs.empty[i],
-    }[of]
-    kept = np.array([outputs.finish[i] != ERROR for i in order], dtype=bool)
-    found = np.array([float(values(i)) for i in order])
-    return _mean(found[kept], cluster[kept])
 
 
 def _mean(values: Floats, cluster: Ints) -> Estimate:

@@ -207,18 +207,10 @@ def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     assert isinstance(threshold, SpeedUp)
     name = f"{threshold.phase} speed relative to BF16"
     found = comparison.throughput_ratio.get(arm, {}).get(threshold.phase)
+    check = _check("speed_up", name, threshold, found, _times)
     if found is not None and arm in comparison.emulated:
-        check = _check("speed_up", name, threshold, found, _times)
-        return Check(
-            check.threshold,
-            check.rule,
-            INCONCLUSIVE,
-            check.value,
-            check.low,
-            check.high,
-            f"{name} was measured without FP4 arithmetic, which tells nothing of hardware that has it",
-        )
-    return _check("speed_up", name, threshold, found, _times)
+        return _undecided(check, [f"{name} was measured without FP4 arithmetic, which tells nothing of hardware that has it"])
+    return check
 
 
 def _check(threshold_name: str, name: str, threshold: Threshold, found: Estimate | None, form: Form) -> Check:

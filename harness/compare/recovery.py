@@ -23,6 +23,7 @@ from harness.compare.comparable import (
     task_keys,
     task_scores,
     with_recovery,
+    worst_of,
 )
 from harness.compare.contrasts import MARGIN, PairedScores, contrasts
 from harness.compare.distance import compare_fidelity
@@ -67,12 +68,13 @@ def _compare(records: list[Record], margin: float) -> Comparison:
     benchmarks = _benchmarks(kinds.get("accuracy", {}), notes)
     benchmarks += published_rows(kinds.get("scores", {}), len(benchmarks), notes)
     medians = {arm: _median(arm, benchmarks, notes) for arm in arms if arm != BASELINE}
+    rows = [benchmark.row for benchmark in benchmarks]
     fidelity = compare_fidelity(kinds.get("fidelity", {}), notes)
     return Comparison(
         arms=arms,
-        benchmarks=[benchmark.row for benchmark in benchmarks],
+        benchmarks=rows,
         median_recovery={arm: median for arm, median in medians.items() if median},
-        worst={arm: worst for arm in medians if (worst := _worst(arm, benchmarks))},
+        worst={arm: worst for arm in medians if (worst := worst_of(arm, rows))},
         fidelity=fidelity.rows,
         kl_ratio=fidelity.kl_ratio,
         perplexity_gap_closed=fidelity.gap_closed,
@@ -196,11 +198,6 @@ def _median(arm: str, benchmarks: Sequence[PairedScores], notes: list[str]) -> E
         note = f"inconclusive: {', '.join(unsure)} {'has' if len(unsure) == 1 else 'have'} no interval"
         return Estimate(float(np.median(values)), None, None, len(values), clusters, "none", note)
     return median_interval(values, drawn, clusters)
-
-
-def _worst(arm: str, benchmarks: Sequence[PairedScores]) -> tuple[str, Estimate] | None:
-    rows = [(b.row.label, recovery) for b in benchmarks if (recovery := b.row.recovery.get(arm))]
-    return min(rows, key=lambda row: row[1].value, default=None)
 
 
 def _median_gain(benchmarks: Sequence[PairedScores]) -> Estimate | None:

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from scipy.special import stdtr
 
+from harness.compare.comparable import flat, worst_of
 from harness.records.comparison import BenchmarkRow, Comparison, Contrast, Estimate, TrainedSeed
 from harness.records.record import AccuracyData, Outputs, Record, TaskScore, Training
 from harness.statistics.intervals import Z, student_t
 from harness.statistics.paired_tests import holm
+from qad.artifact import canonical
 from qad.errors import DataError
 
 _COMPARED = ("accuracy", "fidelity", "scores")  # what has to be measured of every seed
@@ -58,7 +60,9 @@ def _require_seeds(arm: str, mine: list[Record], trained: dict[str, Training]) -
         )
     (first, recipe), *others = ((weights, training.recipe) for weights, training in trained.items())
     for weights, other in others:
-        unlike = [f"{name} ({a!r}, {b!r})" for name, a, b in _unlike(recipe, other)]
+        both = [dict(flat("", one)) for one in (recipe, other)]
+        values = {name: [one.get(name, "absent") for one in both] for name in sorted({*both[0], *both[1]})}
+        unlike = [f"{name} ({a!r}, {b!r})" for name, (a, b) in values.items() if a != b]
         if unlike:
             raise DataError(
                 f"arm {arm}: {first[:12]} and {weights[:12]} differ in more than the seed, in {'; '.join(unlike)}: name the "
@@ -72,14 +76,6 @@ def _require_seeds(arm: str, mine: list[Record], trained: dict[str, Training]) -
         lacking = [str(training.seed) for weights, training in trained.items() if have and weights not in have]
         if lacking:
             raise DataError(f"arm {arm}: seed {', '.join(lacking)} has no {kind} record: measure it as the others")
-
-
-def _unlike(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b}):
-            yield from _unlike(a.get(key, "absent"), b.get(key, "absent"), f"{name}.{key}" if name else key)
-    elif a != b:
-        yield name, a, b
 
 
 def compare_seeds(
@@ -127,7 +123,7 @@ def _together(each: list[Comparison]) -> Comparison:
     return dataclasses.replace(
         first,
         benchmarks=benchmarks,
-        worst={arm: worst for arm in first.worst if (worst := _worst(arm, benchmarks))},
+        worst={arm: worst for arm in first.worst if (worst := worst_of(arm, benchmarks))},
         contrasts=_adjusted(contrasts, benchmarks),
         outputs=[_fold(list(rows)) for rows in zip(*(c.outputs for c in each), strict=True)],
         emulated=list(dict.fromkeys(arm for c in each for arm in c.emulated)),
@@ -201,11 +197,6 @@ def _sum(pairs: list[tuple[int, int]]) -> tuple[int, int]:
     return sum(worse for worse, _ in pairs), sum(better for _, better in pairs)
 
 
-def _worst(arm: str, benchmarks: list[BenchmarkRow]) -> tuple[str, Estimate] | None:
-    rows = [(row.label, recovery) for row in benchmarks if (recovery := row.recovery.get(arm))]
-    return min(rows, key=lambda row: row[1].value, default=None)
-
-
 def _contrast(found: list[Contrast]) -> Contrast:
     """p from the difference's own interval: Student's t on (seeds - 1) degrees of freedom. The verdict is `_verdict`'s."""
     first = found[0]
@@ -263,44 +254,40 @@ def merge_seeds(records: Sequence[Record]) -> list[Record]:
     Items keep their order and their clusters, so that several answers to one question are no independent items. Arms measured
     under other lists of seeds then differ in a setting, and are not compared. Everything else is passed on as it is.
     """
-    merged: list[Record] = []
+    alike: dict[object, list[Record]] = {}
     for record in sorted(records, key=lambda r: str(r.settings.get("seed"))):
-        place = next((i for i, other in enumerate(merged) if _alike(other, record)), None)
-        if place is None:
-            merged.append(record)
-        else:
-            merged[place] = _joined(merged[place], record)
-    return merged
+        seed, key = record.settings.get("seed"), _but_the_seed(record)
+        if seed is None or any(other.settings["seed"] == seed for other in alike.get(key, [])):
+            key = object()  # no other seed of anything
+        alike.setdefault(key, []).append(record)
+    return [_joined(group) if len(group) > 1 else group[0] for group in alike.values()]
 
 
-def _alike(a: Record, b: Record) -> bool:
-    """Of one arm, the same weights and settings, and under seeds that are not yet among the first's."""
-    if not (isinstance(a.data, AccuracyData) and isinstance(b.data, AccuracyData)):
-        return False
-    settings = [{k: v for k, v in r.settings.items() if k != "seed"} for r in (a, b)]
-    same = (a.arm, a.checkpoint, a.engine, a.model) == (b.arm, b.checkpoint, b.engine, b.model)
-    names = [[(t.task, t.filter, t.metric) for t in r.data.tasks] for r in (a, b) if isinstance(r.data, AccuracyData)]
-    seed = b.settings.get("seed")
-    return same and settings[0] == settings[1] and names[0] == names[1] and seed is not None and seed not in _seeds(a)
+def _but_the_seed(record: Record) -> object:
+    """What records of accuracy share that differ in their seed alone; another record shares it with none."""
+    if not isinstance(record.data, AccuracyData):
+        return object()
+    settings = {name: value for name, value in record.settings.items() if name != "seed"}
+    tasks = [(task.task, task.filter, task.metric) for task in record.data.tasks]
+    return canonical([record.arm, record.checkpoint, dataclasses.asdict(record.engine), record.model, settings, tasks])
 
 
-def _seeds(record: Record) -> list[object]:
-    seed = record.settings.get("seed")
-    return list(seed) if isinstance(seed, list) else [seed]
-
-
-def _joined(a: Record, b: Record) -> Record:
-    assert isinstance(a.data, AccuracyData)
-    assert isinstance(b.data, AccuracyData)
-    tasks = [_task(x, y) for x, y in zip(a.data.tasks, b.data.tasks, strict=True)]
+def _joined(records: Sequence[Record]) -> Record:
+    seeds = [record.settings["seed"] for record in records]
+    scores = [record.data.tasks for record in records if isinstance(record.data, AccuracyData)]
     return dataclasses.replace(
-        a, settings={**a.settings, "seed": [*_seeds(a), *_seeds(b)]}, seconds=a.seconds + b.seconds, data=AccuracyData(tasks)
+        records[0],
+        settings={**records[0].settings, "seed": [one for seed in seeds for one in (seed if isinstance(seed, list) else [seed])]},
+        seconds=sum(record.seconds for record in records),
+        data=AccuracyData([_task(tasks) for tasks in zip(*scores, strict=True)]),
     )
 
 
-def _task(a: TaskScore, b: TaskScore) -> TaskScore:
-    outputs = None
-    if a.outputs is not None and b.outputs is not None:
-        fields = dataclasses.fields(Outputs)
-        outputs = Outputs(*(getattr(a.outputs, f.name) + getattr(b.outputs, f.name) for f in fields))
-    return dataclasses.replace(a, items=[*a.items, *b.items], outputs=outputs)
+def _task(scores: Sequence[TaskScore]) -> TaskScore:
+    outputs = [score.outputs for score in scores if score.outputs is not None]
+    columns = [[value for one in outputs for value in getattr(one, field.name)] for field in dataclasses.fields(Outputs)]
+    return dataclasses.replace(
+        scores[0],
+        items=[item for score in scores for item in score.items],
+        outputs=Outputs(*columns) if len(outputs) == len(scores) else None,
+    )
