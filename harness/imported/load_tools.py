@@ -24,24 +24,6 @@ from harness.records.serving import Arrival, Cell, Repeat, Request, ServingData
 from qad.errors import DataError, UsageError
 from qad.untrusted import clean, is_number, json_lines, mapping, strict_json
 
-Reader = Callable[[Sequence[Any], Path], list[Cell]]
-
-_NOTES = {
-    "vllm": "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
-    "the chunk that only names the role as the first token",
-    "sglang": "SGLang bench_serving counts output tokens by usage where the server sends it, else as asked for",
-    "aiperf": "AIPerf's inter token latency is our tpot_ms",
-    "guidellm": "GuideLLM's time_per_output_token_ms includes the time to the first token and is not used",
-    "trtllm": "trtllm-bench runs the engine in its own process: there is no HTTP in these times",
-}
-_TOOLS = {
-    "vllm": "vLLM bench serve",
-    "sglang": "SGLang bench_serving",
-    "aiperf": "AIPerf",
-    "guidellm": "GuideLLM",
-    "trtllm": "trtllm-bench",
-}
-
 
 def import_results(path: Path, tool: str | None = None, concurrency: int | None = None) -> tuple[ServingData, str]:
     """The file's data and the tool's key. tool: vllm, sglang, aiperf, guidellm, trtllm; None: told from the contents.
@@ -53,18 +35,20 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
     if tool is not None and tool not in _TOOLS:
         raise UsageError(f"--from {tool} is unknown: use one of {', '.join(_TOOLS)}")
     documents = _documents(path)
-    found = tool or recognize(documents)
-    if found is None:
-        raise DataError(f"{path} is no result file of {', '.join(_TOOLS.values())}: check the path or give --from")
+    key = tool or recognize(documents)
+    if key is None:
+        names = ", ".join(one.name for one in _TOOLS.values())
+        raise DataError(f"{path} is no result file of {names}: check the path or give --from")
+    found = _TOOLS[key]
     require_one_model(((path, _model(mapping(document))) for document in documents), "give the runs of one model")
     try:
-        cells = _READERS[found](documents, path)
+        cells = found.read(documents, path, f"as counted by {found.name}")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no result file of {_TOOLS[found]}, or of another version ({clean(repr(error), 200)}): check --from"
+            f"{path} is no result file of {found.name}, or of another version ({clean(repr(error), 200)}): check --from"
         ) from error
     if not cells:
-        raise DataError(f"{path} holds no requests of {_TOOLS[found]}")
+        raise DataError(f"{path} holds no requests of {found.name}")
     for repeat in (repeat for cell in cells for repeat in cell.repeats):
         numbers = {"duration": {"": repeat.seconds}, **repeat.printed} if is_number(repeat.seconds) else repeat.printed
         below = next((f"{name} {value:g}" for name, of in numbers.items() for value in of.values() if value < 0), None)
@@ -75,7 +59,7 @@ def import_results(path: Path, tool: str | None = None, concurrency: int | None 
         if told:
             raise UsageError(f"--concurrency {concurrency}: {path} says what its load is, {told}")
         cells = [dataclasses.replace(cell, concurrency=concurrency) for cell in cells]
-    return ServingData(driver=_TOOLS[found], endpoint="", cells=cells, notes=[_NOTES[found], *_unseen(documents)]), found
+    return ServingData(driver=found.name, endpoint="", cells=cells, notes=[found.note, *_unseen(documents)]), key
 
 
 def _model(run: Mapping[str, Any]) -> str:
@@ -141,13 +125,9 @@ def _documents(path: Path) -> list[Any]:
         raise DataError(f"{path} is neither JSON nor JSON lines ({clean(error, 200)}): give a result file") from error
 
 
-def _openai_bench(tool: str) -> Reader:
+def _openai_bench(documents: Sequence[Any], path: Path, counted_by: str) -> list[Cell]:
     """vLLM's and SGLang's results: one object a run, parallel lists where details were saved."""
-
-    def read(documents: Sequence[Any], path: Path) -> list[Cell]:
-        return _cells([_bench_run(d, tool) for d in documents])
-
-    return read
+    return _cells([_bench_run(d, counted_by) for d in documents])
 
 
 def _cells(runs: Sequence[Cell]) -> list[Cell]:
@@ -160,16 +140,16 @@ def _cells(runs: Sequence[Cell]) -> list[Cell]:
     return [*found.values()]
 
 
-def _bench_run(d: dict[str, Any], tool: str) -> Cell:
+def _bench_run(d: dict[str, Any], counted_by: str) -> Cell:
     concurrency, arrival = bench_load(d)
     sized = str(d.get("dataset_name", "random")).startswith("random")  # the lengths of other data sets are the defaults
     prompt, answer = (whole(d.get(f"random_{side}_len")) if sized else None for side in ("input", "output"))
-    repeat = _bench_requests(d, tool, arrival) if d.get("ttfts") else _printed(d)
+    repeat = _bench_requests(d, counted_by, arrival) if d.get("ttfts") else _printed(d)
     drawn = True if sized and prompt is not None and d.get("random_range_ratio", 1.0) != 1 else None
     return Cell(concurrency, prompt, answer, [repeat], arrival, drawn)
 
 
-def _bench_requests(d: dict[str, Any], tool: str, arrival: Arrival | None) -> Repeat:
+def _bench_requests(d: dict[str, Any], counted_by: str, arrival: Arrival | None) -> Repeat:
     errors = d.get("errors") or [""] * len(d["ttfts"])
     itls, starts = d["itls"], d.get("start_times") or [0.0] * len(d["ttfts"])
     if len({len(part) for part in (d["ttfts"], errors, itls, starts, d["input_lens"], d["output_lens"])}) > 1:
@@ -180,18 +160,9 @@ def _bench_requests(d: dict[str, Any], tool: str, arrival: Arrival | None) -> Re
         if not succeeded:
             requests.append(failed(starts[i], errors[i]))
             continue
-        latency = d["latencies"][i] if d.get("latencies") else ttft + sum(itls[i])
-        requests.append(
-            request(
-                starts[i],
-                1000 * ttft,
-                1000 * latency,
-                d["input_lens"][i],
-                d["output_lens"][i],
-                f"as counted by {_TOOLS[tool]}",
-                [1000 * gap for gap in itls[i]],
-            )
-        )
+        latency, gaps_ms = d["latencies"][i] if d.get("latencies") else ttft + sum(itls[i]), [1000 * gap for gap in itls[i]]
+        lengths = d["input_lens"][i], d["output_lens"][i]
+        requests.append(request(starts[i], 1000 * ttft, 1000 * latency, *lengths, counted_by, gaps_ms))
     return run_of(requests, d["duration"], arrival)
 
 
@@ -214,7 +185,7 @@ def _printed(d: dict[str, Any]) -> Repeat:
             if d.get(f"total_{side}_tokens") is not None:
                 printed[f"{side}_tokens"] = {"mean": d[f"total_{side}_tokens"] / d["completed"]}
     printed["requests"] = {"succeeded": float(d["completed"])} | ({"failed": float(d["failed"])} if "failed" in d else {})
-    return Repeat(d["duration"], [], None, None, None, None, None, printed={k: v for k, v in printed.items() if v})
+    return Repeat(d["duration"], [], printed={k: v for k, v in printed.items() if v})
 
 
 def _no_first_token(d: Mapping[str, Any]) -> bool:
@@ -222,7 +193,7 @@ def _no_first_token(d: Mapping[str, Any]) -> bool:
     return not d.get("ttfts") and any(d.get(f"{name}_ttft_ms") == 0 for name in ("mean", "median", "p90", "p99"))
 
 
-def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
+def _aiperf(documents: Sequence[Any], path: Path, counted_by: str) -> list[Cell]:
     """profile_export.jsonl: one request a line, with values and units; warm-up requests are left out. The load is told by
     profile_export_aiperf.json beside it."""
     concurrency, arrival = aiperf_load(path.with_name(f"{path.stem}_aiperf.json"))
@@ -236,17 +207,10 @@ def _aiperf(documents: Sequence[Any], path: Path) -> list[Cell]:
             requests.append(failed(start, (d.get("error") or {}).get("message") or "no token"))
             continue
         gaps = metrics.get("inter_chunk_latency")
-        requests.append(
-            request(
-                start,
-                _ms(metrics["time_to_first_token"]),
-                _ms(metrics["request_latency"]),
-                _count(metrics, "input_sequence_length"),
-                _count(metrics, "output_sequence_length"),
-                "as counted by AIPerf",
-                [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else (),
-            )
-        )
+        gaps_ms = [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else ()
+        first_ms, all_ms = (_ms(metrics[name]) for name in ("time_to_first_token", "request_latency"))
+        lengths = (_count(metrics, f"{side}_sequence_length") for side in ("input", "output"))
+        requests.append(request(start, first_ms, all_ms, *lengths, counted_by, gaps_ms))
     return [Cell(concurrency, None, None, [run_of(requests, None, arrival)], arrival)] if requests else []
 
 
@@ -265,13 +229,16 @@ def _count(metrics: dict[str, Any], name: str) -> int | None:
     return int(metrics[name]["value"]) if name in metrics else None
 
 
-def _guidellm(documents: Sequence[Any], path: Path) -> list[Cell]:
+def _guidellm(documents: Sequence[Any], path: Path, counted_by: str) -> list[Cell]:
     """One run a benchmark. Requests that were cut off at the end of a run are neither a success nor a failure."""
     runs = []
     for benchmark in documents[0]["benchmarks"]:
         requests = benchmark["requests"]
-        good = [_guidellm_request(r) for r in requests["successful"] or ()]
-        bad = [failed(_timings(r).get("request_start") or 0.0, _guidellm_error(r)) for r in requests["errored"] or ()]
+        good = [_guidellm_request(r, counted_by) for r in requests["successful"] or ()]
+        bad = [
+            failed(_timings(r).get("request_start") or 0.0, (r.get("info") or {}).get("error") or "errored")
+            for r in requests["errored"] or ()
+        ]
         concurrency, arrival = guidellm_load(benchmark)
         runs.append(Cell(concurrency, None, None, [run_of(good + bad, None, arrival)], arrival))
     return _cells(runs)
@@ -281,11 +248,7 @@ def _timings(r: dict[str, Any]) -> dict[str, Any]:
     return dict((r.get("info") or {}).get("timings") or {})
 
 
-def _guidellm_error(r: dict[str, Any]) -> object:
-    return (r.get("info") or {}).get("error") or "errored"
-
-
-def _guidellm_request(r: dict[str, Any]) -> Request:
+def _guidellm_request(r: dict[str, Any], counted_by: str) -> Request:
     t = _timings(r)
     first = t.get("first_token_iteration") or t.get("first_iteration")
     last = t.get("last_token_iteration") or t.get("last_iteration") or t["request_end"]
@@ -298,12 +261,12 @@ def _guidellm_request(r: dict[str, Any]) -> Request:
         1000 * (last - start),
         r.get("prompt_tokens"),
         r.get("output_tokens"),
-        "as counted by GuideLLM",
+        counted_by,
         cached_tokens=(r.get("input_metrics") or {}).get("cached_tokens"),
     )
 
 
-def _trtllm(documents: Sequence[Any], path: Path) -> list[Cell]:
+def _trtllm(documents: Sequence[Any], path: Path, counted_by: str) -> list[Cell]:
     """--request_json: one entry a request, ns; --report_json: statistics alone."""
     first = documents[0]
     if isinstance(first, dict):
@@ -315,16 +278,8 @@ def _trtllm(documents: Sequence[Any], path: Path) -> list[Cell]:
         if r.get("error_tokens") or token <= 0 or not output:
             requests.append(failed(start / 1e9, "error in the engine" if r.get("error_tokens") else "no token"))
         else:
-            requests.append(
-                request(
-                    start / 1e9,
-                    (token - start) / 1e6,
-                    (end - start) / 1e6,
-                    r["num_input_tokens"],
-                    output,
-                    "as counted by trtllm-bench",
-                )
-            )
+            first_ms, all_ms = (token - start) / 1e6, (end - start) / 1e6
+            requests.append(request(start / 1e9, first_ms, all_ms, r["num_input_tokens"], output, counted_by))
     return [Cell(None, None, None, [run_of(requests, None)])]
 
 
@@ -345,23 +300,35 @@ def _trtllm_report(d: dict[str, Any]) -> Cell:
         "output_tokens": {"mean": float(asked["avg_output_length"])},
         "input_tokens": {"mean": float(asked["avg_input_length"])},
     }
-    run = Repeat(
-        speed["total_latency_ms"] / 1000,
-        [],
-        None,
-        None,
-        asked.get("avg_num_concurrent_requests"),
-        None,
-        None,
-        printed={k: v for k, v in printed.items() if v},
-    )
-    return Cell(None, None, None, [run])
+    concurrency = asked.get("avg_num_concurrent_requests")
+    kept = {k: v for k, v in printed.items() if v}
+    return Cell(None, None, None, [Repeat(speed["total_latency_ms"] / 1000, [], mean_active=concurrency, printed=kept)])
 
 
-_READERS: dict[str, Reader] = {
-    "vllm": _openai_bench("vllm"),
-    "sglang": _openai_bench("sglang"),
-    "aiperf": _aiperf,
-    "guidellm": _guidellm,
-    "trtllm": _trtllm,
+@dataclasses.dataclass(frozen=True)
+class _Tool:
+    """note: what a reader of its numbers has to know. read: (documents of the file, its path, who counted tokens) -> cells."""
+
+    name: str
+    read: Callable[[Sequence[Any], Path, str], list[Cell]]
+    note: str
+
+
+_TOOLS = {
+    "vllm": _Tool(
+        "vLLM bench serve",
+        _openai_bench,
+        "vLLM bench counts a 200 stream that carries an error event after the first token as a success, and in chat "
+        "the chunk that only names the role as the first token",
+    ),
+    "sglang": _Tool(
+        "SGLang bench_serving",
+        _openai_bench,
+        "SGLang bench_serving counts output tokens by usage where the server sends it, else as asked for",
+    ),
+    "aiperf": _Tool("AIPerf", _aiperf, "AIPerf's inter token latency is our tpot_ms"),
+    "guidellm": _Tool(
+        "GuideLLM", _guidellm, "GuideLLM's time_per_output_token_ms includes the time to the first token and is not used"
+    ),
+    "trtllm": _Tool("trtllm-bench", _trtllm, "trtllm-bench runs the engine in its own process: there is no HTTP in these times"),
 }

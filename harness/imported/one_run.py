@@ -32,9 +32,7 @@ def request(
         cached_tokens=cached_tokens,
         output_tokens=output_tokens,
         token_source=counted_by,
-        first_chunk_tokens=None,
         ttft_ms=ttft_ms,
-        first_answer_ms=None,
         tpot_ms=(e2e_ms - ttft_ms) / after_first if after_first > 0 else None,
         icl_ms=Gaps(statistics.fmean(gaps_ms), statistics.median(gaps_ms), max(gaps_ms)) if gaps_ms else None,
         e2e_ms=e2e_ms,
@@ -43,14 +41,14 @@ def request(
 
 
 def failed(start_s: float, reason: object) -> Request:
-    return Request.failure(start_s, clean(" ".join(str(reason).split())[-200:], 200) or "failed")
+    return Request(start_s, failed=True, reason=clean(" ".join(str(reason).split())[-200:], 200) or "failed")
 
 
 def run_of(requests: list[Request], seconds: float | None, arrival: Arrival | None = None) -> Repeat:
     """A run from its requests; token events are spread evenly from the first token to the last. Requests at a rate are a steady
     state from the first one's start to the last one's, whatever the server makes of them."""
     origin = min((r.start_s for r in requests), default=0.0)
-    requests = [_moved(r, -origin) for r in sorted(requests, key=lambda r: r.start_s)]
+    requests = [dataclasses.replace(r, start_s=r.start_s - origin) for r in sorted(requests, key=lambda r: r.start_s)]
     good = [r for r in requests if not r.failed]
     spans = [(r.start_s, r.start_s + (r.e2e_ms or 0.0) / 1000) for r in good]
     known = (bool(spans) and len({start for start, _ in spans}) > 1) or len(spans) == 1
@@ -66,13 +64,7 @@ def run_of(requests: list[Request], seconds: float | None, arrival: Arrival | No
         window=window,
         peak_active=peak,
         mean_active=mean,
-        prompts_seen_before=None,
-        not_greedy=None,
     )
-
-
-def _moved(request: Request, by_s: float) -> Request:
-    return dataclasses.replace(request, start_s=request.start_s + by_s)
 
 
 def _events(request: Request, most: int) -> list[TokenEvent]:

@@ -45,22 +45,18 @@ class Request:
     """
 
     start_s: float
-    input_tokens: int | None
-    cached_tokens: int | None
-    output_tokens: int | None
-    token_source: str
-    first_chunk_tokens: int | None
-    ttft_ms: float | None
-    first_answer_ms: float | None
-    tpot_ms: float | None
-    icl_ms: Gaps | None
-    e2e_ms: float | None
+    input_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    token_source: str = ""
+    first_chunk_tokens: int | None = None
+    ttft_ms: float | None = None
+    first_answer_ms: float | None = None
+    tpot_ms: float | None = None
+    icl_ms: Gaps | None = None
+    e2e_ms: float | None = None
     failed: bool = False
     reason: str = ""
-
-    @classmethod
-    def failure(cls, start_s: float, reason: str) -> Request:
-        return cls(start_s, None, None, None, "", None, None, None, None, None, None, failed=True, reason=reason)
 
     @property
     def impossible(self) -> str:
@@ -106,11 +102,11 @@ class Repeat:
 
     seconds: float | None
     requests: list[Request]
-    window: Window | None
-    peak_active: int | None
-    mean_active: float | None
-    prompts_seen_before: int | None
-    not_greedy: int | None
+    window: Window | None = None
+    peak_active: int | None = None
+    mean_active: float | None = None
+    prompts_seen_before: int | None = None
+    not_greedy: int | None = None
     energy_j: float | None = None
     printed: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 

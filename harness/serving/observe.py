@@ -47,7 +47,7 @@ def observe(connections: Sequence[Connection], count_tokens: CountTokens | None 
 def repeat(observed: Sequence[Observed], seen: set[str]) -> Repeat:
     """One run as a record. seen: prompts the server has met so far; this run's are added to it."""
     if not observed:
-        return Repeat(None, [], None, None, None, 0, 0)
+        return Repeat(None, [], prompts_seen_before=0, not_greedy=0)
     origin = observed[0].start_s
     spans = [(o.start_s - origin, o.end_s - origin) for o in observed]
     good = [o for o in observed if not o.request.failed]
@@ -96,7 +96,7 @@ def _observed(exchange: Exchange, count_tokens: CountTokens | None) -> Observed:
         if not request.impossible:
             return Observed(request, exchange.start_s, exchange.end_s, tokens, prompt, greedy)
         reason = f"impossible: {request.impossible}"
-    return Observed(Request.failure(0.0, reason), exchange.start_s, exchange.end_s, [], prompt, greedy)
+    return Observed(Request(0.0, failed=True, reason=reason), exchange.start_s, exchange.end_s, [], prompt, greedy)
 
 
 def _read(exchange: Exchange) -> _Reading:
