@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 
@@ -75,7 +74,8 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
     ]
     others, label = [arm for arm in scores if arm != BASELINE], f"{first.task} (imported)"
     recovery: dict[str, Estimate | None] = dict.fromkeys(others)
-    above, deviations = dict(recovery), dict.fromkeys(others, cast(Floats | None, None))
+    above = dict(recovery)
+    deviations: dict[str, Floats | None] = dict.fromkeys(others)
     doubt: dict[str, str] = {}
     means, base = {arm: score.value for arm, score in usable.items()}, usable.get(BASELINE)
     low = None if base is None else base.value - Z * (standard_error(base) or 0.0)

@@ -8,7 +8,6 @@ a mean in silence. How the intervals are made, and what they cover: harness.stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -131,7 +130,8 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         notes.append(f"{label}: {left} of {len(first.items)} items are left out, their requests failed under an arm")
     doubt = {arm: why for arm, why in found.refused.items() if arm != BASELINE}
     recovery: dict[str, Estimate | None] = dict.fromkeys(arm for arm in (*doubt, *values) if arm != BASELINE)
-    above, deviations = dict(recovery), dict.fromkeys(recovery, cast(Floats | None, None))
+    above = dict(recovery)
+    deviations: dict[str, Floats | None] = dict.fromkeys(recovery)
     score = {arm: mean_interval(v, cluster) for arm, v in usable.items()}
     means, low = {arm: one.value for arm, one in score.items()}, score[BASELINE].low if BASELINE in score else None
     for arm, top, bottom in with_recovery(label, values, means, low, first, notes):

@@ -209,8 +209,8 @@ def _aiperf(documents: Sequence[Any], path: Path, counted_by: str) -> list[Cell]
         gaps = metrics.get("inter_chunk_latency")
         gaps_ms = [_ms({"value": v, "unit": gaps["unit"]}) for v in gaps["value"]] if gaps else ()
         first_ms, all_ms = (_ms(metrics[name]) for name in ("time_to_first_token", "request_latency"))
-        lengths = (_count(metrics, f"{side}_sequence_length") for side in ("input", "output"))
-        requests.append(request(start, first_ms, all_ms, *lengths, counted_by, gaps_ms))
+        prompt, answer = (_count(metrics, f"{side}_sequence_length") for side in ("input", "output"))
+        requests.append(request(start, first_ms, all_ms, prompt, answer, counted_by, gaps_ms))
     return [Cell(concurrency, None, None, [run_of(requests, None, arrival)], arrival)] if requests else []
 
 
