@@ -12,7 +12,7 @@ from pathlib import Path
 
 from export.folder import Folder, open_folder
 from export.layouts.layout import COMPRESSED_TENSORS
-from export.rules import coverage, expert_modules, files, metadata, tensors
+from export.rules import coverage, draft_heads, expert_modules, files, metadata, tensors
 from export.rules.against_arm import against_arm
 from export.rules.as_written import e12_as_written
 from export.rules.findings import Finding, error, to_json, warning
@@ -78,5 +78,6 @@ def _findings(folder: Folder, tp: int) -> Iterator[Finding]:
     yield from tensors.w2_absorbed(folder)
     yield from coverage.e7_exclusion(folder)
     yield from coverage.e8_excluded_modules(folder)
+    yield from draft_heads.e13_draft_heads(folder)
     yield from expert_modules.e9_experts(folder)
     yield from coverage.e10_kv_scales(folder)

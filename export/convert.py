@@ -110,7 +110,8 @@ def excluded_names(folder: Folder) -> tuple[str, ...]:
     """Full names of the Linears, routers and embeddings that stay unquantized, sorted, from the files themselves: globs
     and `re:` patterns of one layout mean nothing in the other."""
     listed = {name for name in folder.announced.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
-    return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed}))
+    drafts = {name for _, name in folder.draft_modules}
+    return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed, *drafts}))
 
 
 def renamed(folder: Folder, target: Layout, name: str) -> str:

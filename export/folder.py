@@ -27,6 +27,7 @@ from qad.artifact import MANIFEST, STAGE_FILE
 from qad.errors import UsageError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
+from qad.model.drafts import Drafts
 from qad.model.families import Family, family_of
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, INPUT_SCALE, MIXED, Format, Quantized, algorithm_of, with_inputs
 from qad.untrusted import mapping
@@ -322,6 +323,22 @@ class Folder:
         matrices = (name for name in names if known is not None and name.endswith(".weight") and name not in known)
         modules = (name.removesuffix(".weight") for name in matrices)
         return [m for m in modules if m not in self.packed and m not in self.linears and not _looks_like_embedding(m)]
+
+    @functools.cached_property
+    def drafts(self) -> Drafts:
+        """The heads for speculative decoding that the config announces."""
+        return Drafts.of(self.config)
+
+    @property
+    def draft_modules(self) -> list[tuple[str, str]]:
+        """(module, a name that engines build it under) of the unquantized matrices of such heads."""
+        floating = ((name, entry) for name, (_, entry) in self.tensors.items() if entry.dtype in FLOATING)
+        return [
+            (name.removesuffix(".weight"), built)
+            for name, entry in floating
+            if not _looks_like_embedding(module := name.removesuffix(".weight")) and module not in self.packed
+            for built in self.drafts.names(name, entry.shape)
+        ]
 
 
 def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:

@@ -130,7 +130,7 @@ def _metadata(arm: Arm, own: Beside, folder: Path, shards: dict[str, list[Unit]]
     entries = {entry: file for file, shard in shards.items() for unit in shard for entry in unit.entries}
     if len(shards) > 1:
         write_index(folder, {entry.name: file for entry, file in entries.items()}, sum(entry.bytes for entry in entries))
-    scheme = scheme_of(arm.selection, entries, arm.kv_format)
+    scheme = scheme_of(arm.selection, entries, arm.kv_format, arm.config)
     write_config_files(folder, in_bfloat16(arm.config), layout, scheme)
     own.copy(folder)
     (folder / "README.md").write_text(model_card(arm, layout, list(entries)), encoding="utf-8")

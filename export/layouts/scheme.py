@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from qad.arms.selection import Selection
+from qad.model.drafts import Drafts
 from qad.untrusted.safetensors_header import Entry
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +33,21 @@ class Scheme:
         return found
 
 
-def scheme_of(selection: Selection, entries: Iterable[Entry], kv_cache: str | None = None) -> Scheme:
-    """The scheme of an arm's export. entries: the tensors it holds. kv_cache: format of the cache.
+def scheme_of(
+    selection: Selection, entries: Iterable[Entry], kv_cache: str | None = None, config: Mapping[str, Any] = _NOTHING
+) -> Scheme:
+    """The scheme of an arm's export. entries: the tensors it holds. kv_cache: format of the cache. config: of config.json.
 
     Excluded are the Linears, routers and embeddings that stay BF16, by full name: no wildcard an engine could misread. Those
-    that only engines build (MTP) are known by their weight's two dimensions. A tied head has no tensor of its own and is
-    listed all the same, as engines build the module.
+    that only engines build (heads that draft tokens) are known by their weight's two dimensions, and listed under the engines'
+    names as well. A tied head has no tensor of its own and is listed all the same, as engines build the module.
     """
+    entries, drafts = list(entries), Drafts.of(config)
+    built = {name for entry in entries for name in drafts.names(entry.name, entry.shape)}
     matrices = {
         entry.name.removesuffix(".weight") for entry in entries if entry.name.endswith(".weight") and len(entry.shape) == 2
     }
     listed = matrices - selection.modules.keys()
     heads = {name for name, reason in selection.excluded.items() if reason == "output head"}
     layers = {module: selection.format_of(module) for module in selection.modules}
-    return Scheme(selection.algorithm, tuple(sorted(listed | heads)), kv_cache, layers)
+    return Scheme(selection.algorithm, tuple(sorted(listed | heads | (built - selection.modules.keys()))), kv_cache, layers)

@@ -16,6 +16,8 @@ from qad.arms.arm import Arm, open_arm
 from qad.numerics.formats import FORMATS, INPUT_SCALE, Quantized
 from qad.numerics.groups import quantize_group
 
+_ROTARY = "inv_freq"  # a buffer that old checkpoints store
+
 
 def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     """Decoded weights, input scales and unquantized tensors against the arm's own, config and prompts against its
@@ -38,7 +40,19 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
             if stored.shape != own.shape or not torch.equal(_bits(stored), _bits(own)):
                 told = f"{name} is not {arm.name}'s, rounded to BF16"
                 yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
+    yield from _lost(folder, arm)
     yield from against_source(folder, arm.source, arm.config)
+
+
+def _lost(folder: Folder, arm: Arm) -> Iterator[Finding]:
+    """What the arm's source stores beyond what the architecture asks for, such as a head that drafts tokens, is here."""
+    for name, info in arm.source.tensors.items():
+        module, dtype = name.rpartition(".")[0], info.dtype
+        here = name in folder.tensors or module in folder.packed or (folder.tied and module == folder.head)
+        if not here and dtype in FLOATING and not name.endswith(_ROTARY):
+            told = f"{name} is missing: the source holds it, and an engine that builds it makes it up"
+            drafts = " (a head that drafts tokens: no draft is accepted)" if folder.drafts.holds(name) else ""
+            yield error("W3", module, told + drafts, f"export {arm.folder} again")
 
 
 def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:

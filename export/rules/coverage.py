@@ -46,7 +46,7 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
         elif not matches_any(pattern, known):
             yield warning("E7", pattern, "is excluded, but no module has a name like that: a misspelling?", "remove it")
     everything = {*folder.packed, *folder.linears}
-    readers = _readers(folder, everything)
+    readers = readers_of(folder, everything)
     for module, packed in [*((m, True) for m in folder.packed), *((m, False) for m in folder.linears)]:
         for engine, format_for in readers:
             try:
@@ -87,8 +87,11 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
 
 
 def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
-    """What transformers does not load may be built by an engine, as draft models are."""
+    """What transformers does not load may be built by an engine. E13 has what a head that is announced holds."""
+    announced = folder.drafts.number > 0
     for module in folder.unbuilt:
+        if announced and folder.drafts.holds(module):
+            continue
         try:
             engine = next((engine for engine, format_for in readers if format_for(module) is not None), None)
         except ValueError:
@@ -101,10 +104,10 @@ def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
 def _known_modules(folder: Folder) -> set[str]:
     """Every module with tensors, what the architecture builds beside them, and their ancestors."""
     built = folder.skeleton.linears if folder.skeleton else ()
-    return with_ancestors((*folder.leaves, *built, folder.head))
+    return with_ancestors((*folder.leaves, *built, folder.head, *(name for _, name in folder.draft_modules)))
 
 
-def _readers(folder: Folder, everything: set[str]) -> Readers:
+def readers_of(folder: Folder, everything: set[str]) -> Readers:
     """Who reads the layout, and the format each runs a module in; None where it stays unquantized."""
     patterns, targets, own, family = (folder.announced.excluded, folder.announced.targets, folder.format_of, folder.family)
     if folder.layout is COMPRESSED_TENSORS:

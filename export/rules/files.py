@@ -118,6 +118,7 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
         if name not in places and ".experts." not in name and not name.endswith((_ROTARY, ".k_scale", ".v_scale"))
     ]
     extra = [name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and folder.head in name)]
+    extra = [name for name in extra if not (folder.drafts.number and folder.drafts.holds(name))]
     beyond = _beyond_the_last_layer(folder, extra)
     if beyond:
         yield error(
@@ -137,11 +138,8 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
 
 
 def _beyond_the_last_layer(folder: Folder, extra: list[str]) -> list[str]:
-    """Tensors of layers that the config does not count; extra layers for multi-token prediction have a key of their own."""
-    config = mapping(folder.config.get("text_config")) or folder.config
-    count = config.get("num_hidden_layers")
-    if not isinstance(count, int) or any("nextn" in key or "mtp" in key for key in config):
-        return []
+    """Tensors of layers that the config does not count; the layers of heads that draft tokens have a count of their own."""
+    count = folder.drafts.layers
     numbers = ((name, re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)) for name in extra)
     return [name for name, number in numbers if number and int(number[1]) >= count]
 
