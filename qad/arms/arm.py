@@ -8,8 +8,8 @@ branches on where a checkpoint came from.
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
-                         absent where weight scales are dynamic. Where rounding is gptq, MODULE.codes (uint8 [N, K/2]) and their
-                         own MODULE.codes_block_scale too: they are what is exported, the others what training goes on with
+                         absent where weight scales are dynamic. Where rounding is gptq, MODULE.codes (uint8 [N, K/2]) too, which
+                         are exported as they are, and where the recipe trains MODULE.start (BF16 [N, K]), where that begins
     kept.safetensors     of an arm that was imported from a quantized folder: MODULE.ROLE, the stored tensors of every module by
                          the roles of its format. They are what is exported; scales are FP64 where the folder holds
                          reciprocals, so that they come back to the bit
@@ -47,7 +47,7 @@ KIND = "arm"
 DYNAMIC = "dynamic"
 NEAREST, GPTQ = "nearest", "gptq"
 KEPT = "kept"  # of scales and rounding: both are those of the folder that was imported
-KEPT_FILE = "kept.safetensors"
+KEPT_FILE, FROZEN_FILE = "kept.safetensors", "frozen.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,26 @@ class Arm:
                 return file.get_tensor(name)
         module = name.removesuffix(".weight")
         return self._kept_form(module, torch.float32).dequantize() if self.keeps(module) else self.source.get(name)
+
+    def start(self, name: str) -> Tensor:
+        """Where training of a parameter begins: its weight, but for codes that were decided the point in their cells that came
+        with them, or else their values."""
+        module = name.removesuffix(".weight")
+        found = {} if self.trained or self.rounding != GPTQ else self.frozen_scales([module])
+        if module not in found:
+            return self.weight(name)
+        with safe_open(self.folder / FROZEN_FILE, framework="pt") as file:
+            if f"{module}.start" in file.keys():  # noqa: SIM118 - no dictionary
+                return file.get_tensor(f"{module}.start")
+        decided = found[module].decided
+        assert decided is not None
+        return decided.dequantize()
+
+    @property
+    def starts_in_cells(self) -> bool:
+        """True where training from decided codes has its start."""
+        with safe_open(self.folder / FROZEN_FILE, framework="pt") as file:
+            return any(name.endswith(".start") for name in file.keys())  # noqa: SIM118 - no dictionary
 
     def keeps(self, module: str) -> bool:
         """True where the quantized form of the module came with the arm, instead of being made from its weight."""
@@ -174,7 +194,7 @@ class Arm:
         if self.scales in (DYNAMIC, KEPT) or self.selection is None:
             return {}
         found: dict[str, nvfp4.FrozenScales] = {}
-        with safe_open(self.folder / "frozen.safetensors", framework="pt") as file:
+        with safe_open(self.folder / FROZEN_FILE, framework="pt") as file:
             stored = set(file.keys())
             for module in group:
                 shape = self.selection.modules.get(module)
@@ -182,11 +202,13 @@ class Arm:
                     continue
                 names = [f"{module}.block_scale", f"{module}.global_scale"]
                 if self.rounding != NEAREST:
-                    names += [f"{module}.codes", f"{module}.codes_block_scale"]
+                    names.append(f"{module}.codes")
+                if f"{module}.codes_block_scale" in stored:
+                    raise ArtifactError(f"{self.folder} is of an earlier version of gptq: make the PTQ arm again")
                 if not stored.issuperset(names):
                     raise ArtifactError(f"{self.folder} has no frozen scales for {module}: make the PTQ arm again")
                 block_scale, global_scale, *codes = (file.get_tensor(name) for name in names)
-                decided = nvfp4.QuantizedTensor(codes[0], codes[1], global_scale) if codes else None
+                decided = nvfp4.QuantizedTensor(codes[0], block_scale, global_scale) if codes else None
                 found[module] = nvfp4.FrozenScales(block_scale, global_scale, decided)
                 if not _usable(found[module], shape):
                     raise ArtifactError(f"the frozen scales of {module} in {self.folder} are no scales: make the PTQ arm again")
@@ -216,8 +238,8 @@ def _usable(scales: nvfp4.FrozenScales, shape: tuple[int, int]) -> bool:
     if block_scale.dtype != torch.float8_e4m3fn or tuple(block_scale.shape) != (n, k // nvfp4.BLOCK_SIZE):
         return False
     if scales.decided is not None:
-        packed, own = scales.decided.packed, nvfp4.FrozenScales(scales.decided.block_scale, global_scale)
-        if packed.dtype != torch.uint8 or tuple(packed.shape) != (n, k // 2) or not _usable(own, shape):
+        packed = scales.decided.packed
+        if packed.dtype != torch.uint8 or tuple(packed.shape) != (n, k // 2):
             return False
     byte = block_scale.view(torch.uint8)
     if int(byte.min()) == 0 or int(byte.max()) > 0x7E:  # zero; NaN and negative
@@ -260,8 +282,8 @@ def write_arm(
         stored = {f"{module}.block_scale": found.block_scale.cpu() for module, found in frozen.items()}
         stored |= {f"{module}.global_scale": found.global_scale.cpu().clone() for module, found in frozen.items()}
         stored |= {f"{module}.codes": codes.packed for module, codes in decided.items()}
-        stored |= {f"{module}.codes_block_scale": codes.block_scale for module, codes in decided.items()}
-        save_file(stored, folder / "frozen.safetensors", metadata={"format": "pt"})
+        stored |= {f"{module}.start": found.start for module, found in frozen.items() if found.start is not None}
+        save_file(stored, folder / FROZEN_FILE, metadata={"format": "pt"})
     if weights is not None:
         contiguous = {key: weight.detach().contiguous() for key, weight in weights.items()}
         save_file(contiguous, folder / "weights.safetensors", metadata={"format": "pt"})
@@ -290,7 +312,7 @@ def open_arm(folder: Path) -> Arm:
     kv_scales = {name: scale for name, scale in scales.items() if name.endswith((".k_scale", ".v_scale"))}
     input_scales = {n.removesuffix(".input_scale"): scale for n, scale in scales.items() if n not in kv_scales}
     arm = Arm(folder, facts["name"], source, selection, input_scales, facts, kv_scales)
-    held = KEPT_FILE if arm.scales == KEPT else "frozen.safetensors"
+    held = KEPT_FILE if arm.scales == KEPT else FROZEN_FILE
     if arm.scales != DYNAMIC and not (folder / held).is_file():
         raise ArtifactError(f"{folder} has {arm.scales} scales, but no {held}: make the arm again")
     return arm

@@ -10,12 +10,19 @@ E4M3 scale is found again, among the neighbours of the one that takes its larges
 the whole block with it would leave, feedback included; the global scale stays. Then `SWEEPS` rounds of coordinate descent
 on the same error: of each block the best scale for its codes, rounded to E4M3, then each column's nearest codes.
 
+Training that goes on from the codes begins where that descent would put each weight were it free, `decoded - gradient /
+diagonal(H)`, which lies in the cell that rounds to its code (`Decided.start_NK`). A weight is as near to the edge of its cell as
+its next code is to costing nothing: rounding to nearest, from there, flips what is worth it. (Masters in the middle of their
+cells never flip; masters at the original weight, a fifth of which lies in other cells, flip back at once.)
+
 Cholesky and inverse in FP64, all else in FP32. Source: "GPTQ", arXiv 2210.17323.
 
 Shape suffixes: N out_features, K in_features, C candidates, t tokens, 16 columns of a block.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -26,6 +33,7 @@ from qad.numerics.nvfp4 import (
     E4M3_MAX,
     E4M3_MIN,
     QuantizedTensor,
+    fake_quantize,
     quantize,
     round_to_e4m3,
     weight_magnitude,
@@ -36,7 +44,15 @@ SWEEPS = 2
 _CANDIDATES = tuple(range(-3, 7))  # steps of E4M3 from the scale that takes the largest element to 6; 4 or 5 take it to 4
 
 
-def decide_codes(weight_NK: Tensor, global_scale: Tensor, curvature_KK: Tensor) -> QuantizedTensor:
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """quantized: codes and block scales. start_NK: BF16, where training begins; rounds to these codes by these scales."""
+
+    quantized: QuantizedTensor
+    start_NK: Tensor
+
+
+def decide_codes(weight_NK: Tensor, global_scale: Tensor, curvature_KK: Tensor) -> Decided:
     """Codes and block scales of a weight whose inputs have the curvature H = sum of x x^T, FP64 and symmetric.
 
     global_scale: FP32 scalar of the scale group, which stays. Raises ValueError as `qad.numerics.nvfp4.quantize`.
@@ -45,9 +61,18 @@ def decide_codes(weight_NK: Tensor, global_scale: Tensor, curvature_KK: Tensor) 
     target_KN = weight_NK.detach().float().T.contiguous()
     global_scale = global_scale.reshape(()).to(target_KN.device)
     decoded_KN, scale_GN = _feed_back(target_KN, _inverse_root(hessian_KK), global_scale)
-    _descend(decoded_KN, scale_GN, target_KN, hessian_KK.float(), global_scale)
+    gradient_KN = _descend(decoded_KN, scale_GN, target_KN, hessian_KK.float(), global_scale)
+    free_KN = decoded_KN - gradient_KN / hessian_KK.diagonal().float()[:, None]
     block_scale = scale_GN.T.contiguous().to(torch.float8_e4m3fn)
-    return quantize(decoded_KN.T.contiguous(), global_scale, block_scale)
+    return decided_near(free_KN.T, quantize(decoded_KN.T.contiguous(), global_scale, block_scale))
+
+
+def decided_near(weight_NK: Tensor, quantized: QuantizedTensor) -> Decided:
+    """Training begins at the weights given, in BF16, but for those that round to another code: these at their code's value."""
+    start_NK = weight_NK.to(torch.bfloat16).contiguous()
+    decoded_NK = quantized.dequantize()
+    rounded_NK = fake_quantize(start_NK.float(), quantized.global_scale, quantized.block_scale)
+    return Decided(quantized, torch.where(rounded_NK == decoded_NK, start_NK, decoded_NK.to(torch.bfloat16)))
 
 
 def _damped(curvature_KK: Tensor) -> Tensor:
@@ -112,8 +137,8 @@ def _nearest(value: Tensor, decode_scale: Tensor) -> Tensor:
     return torch.copysign(weight_magnitude(value, decode_scale) * decode_scale, value)
 
 
-def _descend(decoded_KN: Tensor, scale_GN: Tensor, target_KN: Tensor, hessian_KK: Tensor, global_scale: Tensor) -> None:
-    """Coordinate descent, in place: half the loss's gradient, H @ D, is kept current."""
+def _descend(decoded_KN: Tensor, scale_GN: Tensor, target_KN: Tensor, hessian_KK: Tensor, global_scale: Tensor) -> Tensor:
+    """Coordinate descent, in place; returns half the loss's gradient, H @ D, which is kept current."""
     gradient_KN = hessian_KK @ (decoded_KN - target_KN)
     for _ in range(SWEEPS):
         for group, start in enumerate(range(0, len(decoded_KN), BLOCK_SIZE)):
@@ -123,6 +148,7 @@ def _descend(decoded_KN: Tensor, scale_GN: Tensor, target_KN: Tensor, hessian_KK
                 decoded_KN[part], gradient_KN[part].clone(), hessian_KK[part, part], scale_GN[group], global_scale
             )
             gradient_KN.addmm_(hessian_KK[:, part], decoded_KN[part] - before_16N)
+    return gradient_KN
 
 
 def _descend_block(

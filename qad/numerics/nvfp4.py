@@ -81,17 +81,21 @@ class FrozenScales:
 
     block_scale   float8_e4m3fn  [..., K/16]  positive and finite, 1.0 for a zero block
     global_scale  float32        []           shared by the scale group
-    decided       the weight's codes and block scales, where they were decided together (qad.numerics.gptq): what is stored,
+    decided       the weight's codes under these scales, where both were decided together (qad.numerics.gptq): what is stored,
                   whatever the weight. None: the weight is rounded to nearest
+    start         bfloat16       [..., K]     where training that goes on from decided codes begins, in their cells; None where
+                  none is to
     """
 
     block_scale: Tensor
     global_scale: Tensor
     decided: QuantizedTensor | None = None
+    start: Tensor | None = None
 
     def to(self, device: torch.device | str) -> FrozenScales:
         decided = self.decided and QuantizedTensor(*(tensor.to(device) for tensor in self.decided.tensors))
-        return FrozenScales(self.block_scale.to(device), self.global_scale.to(device), decided)
+        start = None if self.start is None else self.start.to(device)
+        return FrozenScales(self.block_scale.to(device), self.global_scale.to(device), decided, start)
 
     @property
     def to_nearest(self) -> FrozenScales:

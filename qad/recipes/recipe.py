@@ -68,7 +68,7 @@ class Quantize(_Strict):
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
     """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
     rounding: Literal["nearest", "gptq"] = "nearest"
-    """of 4-bit weights that are not trained: gptq decides codes and block scales against the inputs of the calibration text"""
+    """of 4-bit weights: gptq decides codes and block scales against the inputs of calibration, and training goes on there"""
     search: Search | None = None
     """formats for a target of bits a weight, by the KL of each choice alone; takes the place of formats"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"

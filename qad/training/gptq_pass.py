@@ -13,7 +13,6 @@ forward pass has the same bits: the same kind of processor and the same number o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from qad.arms.selection import Selection
 from qad.model.experts import split_experts
 from qad.model.names import names_of
 from qad.numerics import nvfp4
-from qad.numerics.gptq import decide_codes
+from qad.numerics.gptq import Decided, decide_codes, decided_near
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import quantize_input
 from qad.numerics.nvfp4 import FrozenScales
@@ -46,7 +45,7 @@ def decided_codes(
     frozen: Mapping[str, FrozenScales],
     progress: Callable[[int], object] = lambda weights: None,
 ) -> dict[str, FrozenScales]:
-    """`frozen` with the codes of every module, on the CPU.
+    """Scales, codes and start of every module of `frozen`, on the CPU.
 
     model: in its compute dtype; its experts are split and its weights replaced, in place.
     weight_of: a module's weight [N, K] in the source.
@@ -66,9 +65,9 @@ def decided_codes(
         stack.enter_context(widened_linears(device.type))
         forward(**batch.model_inputs(device))
     for name in frozen.keys() - rounding.decided.keys():
-        scales = frozen[name]
-        nearest = nvfp4.quantize(weight_of(name), scales.global_scale, scales.block_scale)
-        rounding.decided[name] = dataclasses.replace(scales, decided=nearest)
+        scales, weight = frozen[name], weight_of(name)
+        nearest = nvfp4.quantize(weight, scales.global_scale, scales.block_scale)
+        rounding.decided[name] = _kept(decided_near(weight, nearest))
     return rounding.decided
 
 
@@ -104,8 +103,8 @@ class _Rounding:
         quantized, curvature_KK = self._of_input(name, parent, x)
         if name in self._frozen:
             found = decide_codes(weight, self._frozen[name].global_scale, curvature_KK)
-            decoded = found.dequantize(x.dtype)
-            self.decided[name] = dataclasses.replace(self._frozen[name], decided=found).to("cpu")
+            decoded = found.quantized.dequantize(x.dtype)
+            self.decided[name] = _kept(found)
             self._progress(weight.numel())
         else:
             group = self._group_of[name]
@@ -121,6 +120,11 @@ class _Rounding:
             real_tK = real_inputs(quantized, self._counted_BT, parent).flatten(0, -2)
             self._seen = x, quantized, _curvature(real_tK)
         return self._seen[1], self._seen[2]
+
+
+def _kept(found: Decided) -> FrozenScales:
+    quantized = found.quantized
+    return FrozenScales(quantized.block_scale, quantized.global_scale, quantized, found.start_NK).to("cpu")
 
 
 def _curvature(x_tK: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from qad.arms.arm import DYNAMIC, GPTQ, KIND, NEAREST, Arm, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
-from qad.errors import SourceError
+from qad.errors import ArtifactError, SourceError
 from qad.model.loader import load_model
 from qad.model.names import names_of
 from qad.model.source import Checkpoint
@@ -58,6 +58,8 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
 
 def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
+    if section["rounding"] == GPTQ:  # whether the arm holds where training begins
+        section["start"] = recipe.train is not None
     for key, only in {"rounding": NEAREST, "kv_format": FP8, "search": None}.items():
         if section[key] == only:  # as before there was another: finished arms keep their key
             del section[key]
@@ -127,6 +129,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         frozen = _frozen_scales(job)
         if job.recipe.quantize.rounding == GPTQ and windows and frozen:
             frozen = _decided_codes(job, windows, found.input_scales, frozen)
+            if not job.recipe.train:  # as large as the source
+                frozen = {module: dataclasses.replace(scales, start=None) for module, scales in frozen.items()}
         write_arm(
             folder,
             "ptq",
@@ -198,6 +202,8 @@ def trained_arm(
     section = job.recipe.training
     train, validation = job.train_windows(), job.validation_windows()
     start = open_arm(ptq)
+    if start.rounding == GPTQ and not start.starts_in_cells:
+        raise ArtifactError(f"{ptq} decided its codes without a start for training: make it again by a recipe with train")
     config, inputs = _trained_key(job, method, open_artifact(ptq, KIND).digest)
 
     def work(folder: Path) -> None:

@@ -58,7 +58,7 @@ class Student:
                 parameter.detach().copy_(parameter.detach().to(torch.bfloat16))
                 continue
             for stored, part in parts.items():
-                part.copy_(_of_shape(arm.weight(stored), part))
+                part.copy_(_of_shape(arm.start(stored), part))
             self.masters[name] = master
             if trainable is None or not trainable.isdisjoint(parts):
                 master.requires_grad_()
@@ -150,14 +150,13 @@ class Student:
         changed, total = 0, 0
         for name in (name for name, master in self.masters.items() if master.requires_grad):
             for stored, part in self.stored.parts(name, self.masters[name]).items():
-                start = self.arm.weight(stored).to(device=part.device, dtype=torch.float32)
+                start = self.arm.start(stored).to(device=part.device, dtype=torch.float32)
                 changed, total = changed + int((part != start).sum()), total + part.numel()
         deployed = self.stored.of({name: parameter.detach() for name, parameter in self.model.named_parameters()})
         codes, elements = 0, 0
         for group in self.selection.groups:
             start_weights = {
-                m: self.arm.weight(f"{m}.weight").to(device=self.weights[f"{m}.weight"].device, dtype=torch.float32)
-                for m in group
+                m: self.arm.start(f"{m}.weight").to(device=self.weights[f"{m}.weight"].device, dtype=torch.float32) for m in group
             }
             for module, decoded in fake_quantize_group(start_weights, self.frozen, self.selection.format_of(group[0])):
                 value = deployed[f"{module}.weight"]

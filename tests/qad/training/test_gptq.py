@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import qad.hf  # noqa: F401  (registers the loader)
 from export.check import check
 from export.writer import export_arm
 from qad.arms.arm import GPTQ, NEAREST, Arm, open_arm
+from qad.artifact import differences
 from qad.errors import ArtifactError
 from qad.model.loader import load_model
 from qad.model.streamed import streamed_model
@@ -25,7 +27,8 @@ from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.recipes.job import Job, prepare
 from qad.recipes.recipe import Recipe
 from qad.training.gptq_pass import decided_codes
-from qad.training.stages import ptq_arm, trained_arm
+from qad.training.stages import _ptq_key, ptq_arm, trained_arm
+from qad.training.student import Student
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -95,14 +98,14 @@ def test_arm_export_and_reload_hold_the_same_bits(ptq: Path, tmp_path: Path) -> 
     assert arm.rounding == GPTQ
     assert arm.selection is not None
     decided = load_file(ptq / "frozen.safetensors")
-    assert len(decided) == 4 * len(arm.selection.modules)
+    assert len(decided) == 4 * len(arm.selection.modules), "codes, two scales, and where training begins"
     export_arm(ptq, tmp_path / "out")
     assert check(tmp_path / "out", source=ptq) == []
     assert "(GPTQ)" in (tmp_path / "out" / "README.md").read_text()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for module in arm.selection.modules:
         assert torch.equal(stored[f"{module}.weight"], decided[f"{module}.codes"])
-        scales = (stored[f"{module}.weight_scale"], decided[f"{module}.codes_block_scale"])
+        scales = (stored[f"{module}.weight_scale"], decided[f"{module}.block_scale"])
         assert torch.equal(*(scale.view(torch.uint8) for scale in scales))
         assert torch.equal(stored[f"{module}.weight_scale_2"], decided[f"{module}.global_scale"])
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -171,23 +174,52 @@ def test_streamed_and_loaded_models_decide_alike(ptq: Path, tiny_llama_dir: Path
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the second training is meant to fail
-def test_a_trained_arm_rounds_to_nearest_and_one_that_found_nothing_keeps_the_codes(
+def test_training_begins_at_the_codes_and_goes_on_by_rounding_to_nearest(
     ptq: Path, tiny_llama_dir: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    trained_arm(job(tiny_llama_dir, text_file), "qad", ptq, tmp_path / "qad")
+    prepared, start = job(tiny_llama_dir, text_file), open_arm(ptq)
+    student = Student(start, load_model(prepared.source, "float32", "cpu"))
+    parameters = dict(student.model.named_parameters())
+    for group in start.quantized():
+        for module, q in group.items():
+            assert torch.equal(parameters[f"{module}.weight"], q.dequantize()), "the first forward pass is that of the export"
+    moved = student.weights[f"{DOWN}.weight"] - start.weight(f"{DOWN}.weight").float()
+    assert moved.abs().max() > 0, "it does not begin at the original"
+    assert student.moved() == {"masters": 0.0, "deployed": 0.0}
+    trained_arm(prepared, "qad", ptq, tmp_path / "qad")
     arm = open_arm(tmp_path / "qad")
     assert arm.trained
     assert arm.rounding == NEAREST
     kept, found = (load_file(folder / "frozen.safetensors") for folder in (ptq, tmp_path / "qad"))
-    assert set(found) == {name for name in kept if ".codes" not in name}
+    assert set(found) == {name for name in kept if not name.endswith((".codes", ".start"))}
     for name, scale in found.items():
         assert torch.equal(kept[name].reshape(-1).view(torch.uint8), scale.reshape(-1).view(torch.uint8))
     export_arm(tmp_path / "qad", tmp_path / "out")
     assert check(tmp_path / "out", source=tmp_path / "qad") == []
     assert "(GPTQ)" not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the training is meant to fail
+def test_a_training_that_found_nothing_keeps_the_codes(ptq: Path, tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
     trained_arm(job(tiny_llama_dir, text_file, lr=10.0), "qad", ptq, tmp_path / "worse")
-    assert not open_arm(tmp_path / "worse").trained
-    assert (tmp_path / "worse" / "frozen.safetensors").read_bytes() == (ptq / "frozen.safetensors").read_bytes()
+    arm = open_arm(tmp_path / "worse")
+    assert not arm.trained
+    kept = {name: tensor for name, tensor in load_file(ptq / "frozen.safetensors").items() if not name.endswith(".start")}
+    found = load_file(tmp_path / "worse" / "frozen.safetensors")
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(kept[n].reshape(-1).view(torch.uint8), found[n].reshape(-1).view(torch.uint8)) for n in kept)
+    module = next(iter(arm.selection.modules)) if arm.selection else ""
+    assert torch.equal(arm.start(f"{module}.weight"), arm.quantize([module])[module].dequantize()), "no start: the codes' values"
+
+
+def test_codes_that_were_decided_without_training_have_no_start(tiny_llama_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    prepared = job(tiny_llama_dir, text_file)
+    alone = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"train": None}))
+    ptq_arm(alone, tmp_path / "ptq")
+    assert not any(name.endswith(".start") for name in load_file(tmp_path / "ptq" / "frozen.safetensors"))
+    with pytest.raises(ArtifactError, match="without a start for training"):
+        trained_arm(prepared, "qad", tmp_path / "ptq", tmp_path / "qad")
+    assert differences(tmp_path / "ptq", *_ptq_key(prepared)), "a run that trains makes it again"
 
 
 def test_experts_by_name_and_mixed_formats(make_qwen3: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
