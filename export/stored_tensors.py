@@ -73,11 +73,42 @@ def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
     for name in stored:
         group = group_of.get(name)
         if group is None:
-            if name.rpartition(".")[0] not in selection.modules:
+            whole = _whole_of(arm, name)
+            if name.rpartition(".")[0] in selection.modules or whole in done:
+                continue
+            if len(whole) > 1:
+                done.add(whole)
+                yield _stack(arm, whole)
+            else:
                 yield _plain(arm, name)
         elif group not in done:
             done.add(group)
             yield _quantized(arm, selection, layout, group, [n for module in group for n in beside.get(module, [])])
+
+
+def _whole_of(arm: Arm, name: str) -> tuple[str, ...]:
+    """The tensors that lie in one with this one, experts of a layer that are not quantized: itself alone, mostly."""
+    info = arm.source.tensors.get(name)
+    if info is None or info.part is None:
+        return (name,)
+    return arm.source.wholes[info.part.whole]
+
+
+def _stack(arm: Arm, parts: tuple[str, ...]) -> Unit:
+    """Experts under the one name that engines and transformers know, where they stay BF16."""
+    part = arm.source.tensors[parts[0]].part
+    assert part is not None
+    entry = Entry(part.whole, "BF16", arm.source.whole_shape(parts))
+
+    def make() -> dict[str, Tensor]:
+        whole = torch.empty(entry.shape, dtype=torch.bfloat16)
+        layout = arm.source.family.stacked[0].layout
+        views = [view for one in whole for view in layout.parts(part.parameter, one)]
+        for name, view in zip(parts, views, strict=True):
+            view.copy_(arm.weight(name))
+        return {part.whole: whole}
+
+    return Unit((entry,), make)
 
 
 def _plain(arm: Arm, name: str) -> Unit:

@@ -199,11 +199,11 @@ def _share_inputs(experts: list[Projections]) -> bool:
         return linear.format, None if linear.input_scale is None else float(linear.input_scale)
 
     found = {tuple(map(inputs, expert)) for expert in experts}
-    return len(found) == 1 and all(gate == up and bool(gate) == bool(down) for gate, up, down in found)
+    return len(found) == 1 and all(len({*first}) == 1 and bool(first[0]) == bool(down) for *first, down in found)
 
 
 def _inputs_of(expert: Projections) -> ExpertInputs | None:
-    first, second = expert[0], expert[2]
+    first, second = expert[0], expert[-1]
     if not isinstance(first, QuantizedLinear) or not isinstance(second, QuantizedLinear):
         return None
     return ExpertInputs(first.format, first.input_scale, second.input_scale)

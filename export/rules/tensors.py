@@ -11,6 +11,7 @@ from export.folder import Folder
 from export.layouts.layout import LAYOUTS
 from export.rules.findings import Finding, error, warning
 from qad.numerics.finite import amax
+from qad.model.families import experts_of
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, GLOBAL_SCALE, INPUT_SCALE
 
 _AGAIN = "export the arm again"
@@ -215,7 +216,10 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
 
 
 def w2_absorbed(folder: Folder) -> Iterator[Finding]:
-    """Inputs of what engines absorb into attention are not quantized."""
+    """Inputs of what engines absorb into attention are not quantized, nor experts that no engine serves quantized."""
+    experts = next((module for module in folder.packed if experts_of(module)), None)
+    if experts and folder.family.unserved:
+        yield warning("W2", experts, f"is quantized, but {folder.family.unserved}", "exclude *.experts.*", "vllm")
     for module in folder.packed:
         reason = folder.family.weights_alone.get(module.rpartition(".")[2])
         if reason and folder.record_of(module).quantizes_inputs:

@@ -279,6 +279,8 @@ def describe(selection: Selection) -> list[str]:
     for name, reason in selection.excluded.items():
         reasons.setdefault(reason, []).append(name)
     lines += [f"stays BF16: {_shorten(names)} ({reason})" for reason, names in reasons.items()]
+    if selection.rules.unserved and any(map(experts_of, selection.modules)):
+        lines.append(f"not served: {selection.rules.unserved}; `exclude: ['*.experts.*']` leaves them BF16")
     return lines
 
 

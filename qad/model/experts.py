@@ -7,6 +7,8 @@ transformers holds the experts of a layer in 3-D parameters; checkpoints, engine
     mlp.experts.E.up_proj.weight    [I, H]                                           mlp.experts.E.up_proj
     mlp.experts.E.down_proj.weight  [H, I]     mlp.experts.down_proj    [E, H, I]    mlp.experts.E.down_proj
 
+Other layouts of the parameters, and checkpoints that hold such a parameter themselves: qad.model.stacked.
+
 Split (`split_experts`), every expert projection is a Linear like any other: selected by name, observed, loaded. What trains and
 what is measured keeps transformers' parameters, or has them again (`join_experts`), and computes all experts of a layer at
 once (qad.numerics.grouped). Which part of a parameter bears which name is asked of qad.model.names. The router is none of this
@@ -21,53 +23,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qad.model.names import is_fused, merges_experts, names_of
+from qad.model.names import Stack, merges_experts, names_of
+from qad.model.stacked import Layout, gating_of, layout_of
 
 
 class Expert(nn.Module):
-    """One gated expert: down(gating(gate(x), up(x))), under the checkpoint's names of the three Linears.
+    """One expert: down(gating(gate(x), up(x))), or down(act(up(x))), under the checkpoint's names of its Linears.
 
     positions_t: which tokens of the layer's flattened input the expert was last given; what observes it needs them.
     """
 
     positions_t: Tensor | None = None
 
-    def __init__(self, linears: dict[str, nn.Linear], gating: Any) -> None:
+    def __init__(self, linears: dict[str, nn.Linear], layout: Layout, gating: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         for name, linear in linears.items():
             self.add_module(name, linear)
         self._names = tuple(linears)
-        self._gating = gating
+        self._layout, self._gating = layout, gating
 
     def forward(self, x_tH: Tensor) -> Tensor:
-        gate, up, down = (self.get_submodule(name) for name in self._names)
-        return down(self._gating(torch.cat((gate(x_tH), up(x_tH)), dim=-1)))
+        *first, down = (self.get_submodule(name) for name in self._names)
+        return down(self._gating(self._layout.joined([linear(x_tH) for linear in first], -1)))
 
 
 class Experts(nn.Module):
     """The experts of a layer by number. Computes what transformers' eager experts compute, expert after expert.
 
     fused: transformers' module that they came from, without its parameters.
+    layout: of those.
     """
 
     fused: nn.Module
 
-    def __init__(self, experts: list[Expert], fused: nn.Module) -> None:
+    def __init__(self, experts: list[Expert], fused: nn.Module, layout: Layout) -> None:
         super().__init__()
         object.__setattr__(self, "fused", fused)  # not a child: it has no parameters of its own
+        self.layout = layout
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [t, H], top_k_index and top_k_weights [t, k] -> [t, H]."""
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None) -> Tensor:
+        """hidden_states [t, H], top_k_index and top_k_weights [t, k] -> [t, H]; without them the tokens of every expert,
+        zero where another one computes, [E * t, H] -> [E * t, H]."""
+        if top_k_index is None or top_k_weights is None:
+            return torch.cat([self._given(n, x) for n, x in enumerate(hidden_states.chunk(len(self._modules)))])
         total_tH = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
-            expert = self.get_submodule(str(number))
             slot_t, token_t = torch.where((top_k_index == number).T)
-            expert.positions_t = token_t
-            output_tH = expert(hidden_states[token_t]) * top_k_weights[token_t, slot_t, None]
+            output_tH = self._of(number, hidden_states, token_t) * top_k_weights[token_t, slot_t, None]
             total_tH.index_add_(0, token_t, output_tH.to(total_tH.dtype))
         return total_tH
+
+    def _given(self, number: int, x_tH: Tensor) -> Tensor:
+        token_t = x_tH.any(dim=-1).nonzero()[:, 0]
+        if not len(token_t):
+            return torch.zeros_like(x_tH)
+        return torch.zeros_like(x_tH).index_copy(0, token_t, self._of(number, x_tH, token_t))
+
+    def _of(self, number: int, x_tH: Tensor, token_t: Tensor) -> Tensor:
+        expert = self.get_submodule(str(number))
+        expert.positions_t = token_t
+        return expert(x_tH[token_t])  # type: ignore[no-any-return]
 
 
 def split_experts(model: nn.Module) -> None:
@@ -78,11 +95,11 @@ def split_experts(model: nn.Module) -> None:
     for stack in names_of(model).stacks:
         block, _, leaf = stack.name.rpartition(".")
         fused = model.get_submodule(stack.name)
-        if is_fused(fused):
-            setattr(model.get_submodule(block), leaf, _split(fused, stack.leaves))
+        if layout_of(fused) is not None:
+            setattr(model.get_submodule(block), leaf, _split(fused, stack))
 
 
-Projections = tuple[nn.Linear, nn.Linear, nn.Linear]  # gate, up and down of an expert
+Projections = tuple[nn.Linear, ...]  # gate, where there is one, up and down of an expert
 
 
 @torch.no_grad()
@@ -100,11 +117,9 @@ def join_experts(
         linears: Any = [tuple(expert.children()) for expert in experts.children()]
         if not may_join(linears):
             continue
-        fused = experts.fused
-        halves = torch.stack([torch.cat((gate.weight, up.weight)) for gate, up, _ in linears])
-        fused.gate_up_proj = nn.Parameter(halves, requires_grad=False)
-        fused.down_proj = nn.Parameter(torch.stack([down.weight for *_, down in linears]), requires_grad=False)
-        setattr(model.get_submodule(block), leaf, fused)
+        for parameter in experts.layout.parameters:
+            setattr(experts.fused, parameter, nn.Parameter(_stacked(linears, experts.layout, parameter), requires_grad=False))
+        setattr(model.get_submodule(block), leaf, experts.fused)
         joined[name] = linears
     return joined
 
@@ -114,21 +129,33 @@ def conversions_of_split(conversions: list[Any]) -> list[Any]:
     return [conversion for conversion in conversions if not merges_experts(conversion)]
 
 
-def _split(fused: Any, names: tuple[str, str, str]) -> Experts:
-    halves_E2IH, down_EHI = fused.gate_up_proj, fused.down_proj
-    inner = down_EHI.shape[2]
-    weights = ((half[:inner], half[inner:], down) for half, down in zip(halves_E2IH, down_EHI, strict=True))
-    gating = fused._apply_gate
-    experts = [Expert({name: _linear(weight) for name, weight in zip(names, parts, strict=True)}, gating) for parts in weights]
-    for name in [*dict(fused.named_parameters(recurse=False))]:  # the bound gating keeps the module
-        delattr(fused, name)
-    return Experts(experts, fused)
+def _stacked(experts: list[Projections], layout: Layout, parameter: str) -> Tensor:
+    """A parameter, made of its experts."""
+    kind = "bias" if parameter.endswith("_bias") else "weight"
+    chosen = slice(-1, None) if parameter.startswith("down_proj") else slice(None, -1)
+    rows = [layout.joined([getattr(linear, kind) for linear in expert[chosen]]) for expert in experts]
+    return torch.stack([layout.rows(one) if kind == "weight" else one for one in rows])
 
 
-def _linear(weight_NK: Tensor) -> nn.Linear:
+def _split(fused: Any, stack: Stack) -> Experts:
+    parts: dict[str, Tensor] = {}
+    for name, parameter in [*fused.named_parameters(recurse=False)]:
+        parts |= stack.parts(name, parameter)
+        delattr(fused, name)  # the bound gating keeps the module
+    gating = gating_of(fused, stack.layout)
+    experts = []
+    for number in range(fused.num_experts):
+        modules = dict(zip(stack.leaves, stack.modules(number), strict=True))
+        linears = {leaf: _linear(parts[f"{name}.weight"], parts.get(f"{name}.bias")) for leaf, name in modules.items()}
+        experts.append(Expert(linears, stack.layout, gating))
+    return Experts(experts, fused, stack.layout)
+
+
+def _linear(weight_NK: Tensor, bias_N: Tensor | None) -> nn.Linear:
     linear = nn.Linear(1, 1, bias=False, device="meta")
     linear.out_features, linear.in_features = weight_NK.shape
     linear.weight = nn.Parameter(weight_NK.detach(), requires_grad=False)
+    linear.bias = None if bias_N is None else nn.Parameter(bias_N.detach(), requires_grad=False)
     return linear
 
 

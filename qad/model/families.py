@@ -15,6 +15,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from qad.model.stacked import PLAIN, Layout, Stored
+
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
 _QKV: Fused = (("qkv_proj", ("q_proj", "k_proj", "v_proj")),)
 _FUSED: Fused = (
@@ -63,6 +65,8 @@ class Family:
     embeddings: last parts of the names of token embeddings.
     layer_kind: of every layer where config.json lists no kinds; None: attention.
     state_heads: keys of config.json that count the heads of a recurrent state.
+    stacked: tensors of checkpoints that hold all experts of a layer; the first form is what engines and transformers know.
+    unserved: why no engine here serves its experts quantized.
     """
 
     model_types: tuple[str, ...] = ()
@@ -76,6 +80,13 @@ class Family:
     embeddings: tuple[str, ...] = ("embed_tokens", "wte", "embed_in", "word_embeddings")
     layer_kind: str | None = None
     state_heads: tuple[str, ...] = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    stacked: tuple[Stored, ...] = ()
+    unserved: str = ""
+
+    def whole(self, name: str) -> tuple[Stored, str, str] | None:
+        """Of a tensor that holds all experts of a layer: its form, what names of single experts begin with, and transformers'
+        name of the parameter."""
+        return next(((form, *found) for form in self.stacked if (found := form.find(name))), None)
 
     def siblings_of(self, module: str) -> tuple[str, ...]:
         """Full names of all modules that would share a scale group with `module`, itself included, existing or not."""
@@ -157,11 +168,29 @@ def experts_of(name: str) -> str | None:
 _DELTA: Fused = (*_FUSED, ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a")))
 _INDEXED = "engines fuse it with a projection of another module, the indexer"
 
+_GATE_UP = ("experts.gate_up_proj", "experts.down_proj")
+
 DEFAULT = Family()
 ROWS = (
     # Gated delta rule with the four projections stored apart; vLLM makes two of them.
     Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "minicpmv4_6", "minicpmv4_7"), fused=_DELTA),
     Family(("falcon_h1",), layer_kind="hybrid"),
+    Family(
+        ("gpt_oss",),
+        stacked=(Stored(_GATE_UP, "experts", Layout(biased=True, transposed=True, interleaved=True)),),
+        unserved="vLLM 0.32 has no biases of NVFP4 or FP8 experts, passes over the tensors without a word and computes with unset ones",
+    ),
+    Family(("llama4", "llama4_text"), stacked=(Stored(_GATE_UP, "experts", Layout(transposed=True)),)),
+    Family(
+        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        stacked=(
+            Stored(
+                ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+                "block_sparse_moe.experts",
+                PLAIN,
+            ),
+        ),
+    ),
     Family(("mamba2",), state_heads=(*DEFAULT.state_heads, "num_heads")),
     Family(("gpt_neox",), head="embed_out", row_parallel=(*DEFAULT.row_parallel, "dense")),
     # Linear attention with a gate beside q, k and v; its other attention has no gate.

@@ -101,7 +101,7 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
         missing = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
         raise SourceError(f"{source.folder} lacks weights its config asks for, first {missing[0]}: fetch it again")
     name_tensors(model, source.tensors)
-    return model.to(device).requires_grad_(False).eval()
+    return _with_base(model).to(device).requires_grad_(False).eval()
 
 
 def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
@@ -128,6 +128,13 @@ def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
     except _UNLOADABLE as error:
         reason = _reason(error, source.folder)
         raise SourceError(f"transformers does not know {source.folder} as a causal LM: {reason}") from error
+    return _with_base(model)
+
+
+def _with_base(model: Any) -> Any:
+    """The model, whose `base_model` is what lies below the output head; Llama 4's class names another attribute than it has."""
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
     return model
 
 

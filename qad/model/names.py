@@ -7,6 +7,7 @@ transformers renames tensors while it loads and stacks the experts of a layer. I
     same         model.layers.0.mlp.up_proj.weight                   model.layers.0.mlp.up_proj.weight
     renamed      backbone.layers.0.mixer.in_proj.weight              model.layers.0.mixer.in_proj.weight
     stacked      model.layers.0.mlp.experts.E.gate_proj.weight, ...  model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]
+    split        gpt-oss, Llama 4, Granite-MoE: names of qad.model.source   the same parameters, stored as a whole
     converted    anything else, such as a convolution made a Linear; it has no name here and is left alone
 
 A name that is not known is its own counterpart.
@@ -21,8 +22,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qad.model.families import Family, family_of
+from qad.model.stacked import GATED, PLAIN, Layout, layout_of
+
 _ATTRIBUTE = "stored_names"  # of a model: what `name_tensors` left there
-_EXPERT = re.compile(r"(?P<stored>.*)\.(?P<number>\d+)\.(?P<leaf>\w+)\.weight$")
+_EXPERT = re.compile(r"(?P<stored>.*)\.(?P<number>\d+)\.(?P<leaf>\w+)\.(weight|bias)$")
 _MERGES = (["MergeModulelist", "Concatenate"], ["MergeModulelist"])
 
 
@@ -32,27 +36,27 @@ class Stack:
 
     name: the module that holds the parameters.
     stored: what the checkpoint calls it.
-    leaves: the checkpoint's names of gate, up and down.
+    leaves: the checkpoint's names of gate, where there is one, up and down.
+    layout: of the parameters.
     """
 
     name: str
     stored: str
-    leaves: tuple[str, str, str]
+    leaves: tuple[str, ...]
+    layout: Layout = PLAIN
 
-    def modules(self, number: int) -> tuple[str, str, str]:
+    def modules(self, number: int) -> tuple[str, ...]:
         """Full names of an expert's gate, up and down."""
-        gate, up, down = (f"{self.stored}.{number}.{leaf}" for leaf in self.leaves)
-        return gate, up, down
+        return tuple(f"{self.stored}.{number}.{leaf}" for leaf in self.leaves)
 
     def parts(self, parameter: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Module name -> its [N, K] view of the parameter `gate_up_proj` [E, 2I, H] or `down_proj` [E, H, I]."""
+        """Name in the checkpoint -> its [N, K], or of biases [N], view of a tensor of the parameter's shape."""
+        kind = "bias" if parameter.endswith("_bias") else "weight"
+        chosen = slice(-1, None) if parameter.startswith("down_proj") else slice(None, -1)
         found: dict[str, Tensor] = {}
-        for number, matrix in enumerate(tensor):
-            gate, up, down = self.modules(number)
-            if parameter == "down_proj":
-                found[down] = matrix
-            else:
-                found[gate], found[up] = matrix.chunk(2)
+        for number, one in enumerate(tensor):
+            parts = self.layout.parts(parameter, one)
+            found |= zip((f"{m}.{kind}" for m in self.modules(number)[chosen]), parts, strict=True)
         return found
 
 
@@ -64,12 +68,13 @@ class StoredNames:
 
     def __init__(self, model: nn.Module, stored: Iterable[str]) -> None:
         self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        origins = _origins(model, stored)
+        blocks, others = _whole(family_of(getattr(model, "config", None) or {}), stored)
+        origins = _origins(model, [*others, *blocks])
         plain = {name: parameter for name, (parameter, converter) in origins.items() if converter is None}
         self._stored = {parameter: name for name, parameter in plain.items()}
         self._converted = {parameter for parameter, converter in origins.values() if converter is not None}
-        self.stacks = _stacks(model, origins)
-        self._stacked = {f"{stack.name}.{leaf}": (stack, leaf) for stack in self.stacks for leaf in _STACKED}
+        self.stacks = _stacks(model, origins, blocks)
+        self._stacked = {f"{s.name}.{leaf}": (s, leaf) for s in self.stacks for leaf in s.layout.parameters}
         pairs = {parameter.rpartition(".")[0]: name.rpartition(".")[0] for parameter, name in self._stored.items()}
         pairs |= {stack.name: stack.stored for stack in self.stacks}
         self._modules = dict(pair for inner, outer in pairs.items() for pair in _ancestors(inner, outer))
@@ -92,7 +97,7 @@ class StoredNames:
         """Of a tensor of a parameter's shape: name in the checkpoint -> its view; nothing where it was converted."""
         if parameter in self._stacked:
             stack, leaf = self._stacked[parameter]
-            return {f"{module}.weight": view for module, view in stack.parts(leaf, tensor).items()}
+            return stack.parts(leaf, tensor)
         return {} if parameter in self._converted else {self.tensor(parameter): tensor}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,16 +133,7 @@ def names_of(model: nn.Module) -> StoredNames:
     return found or name_tensors(model, _saved(model))
 
 
-_STACKED = ("gate_up_proj", "down_proj")
-
-
-def is_fused(module: nn.Module) -> bool:
-    """True of experts in two 3-D parameters, gate and up below each other, without biases."""
-    parameters = dict(module.named_parameters(recurse=False))
-    if parameters.keys() != {*_STACKED} or any(parameter.dim() != 3 for parameter in parameters.values()):
-        return False
-    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    return hasattr(module, "_apply_gate") and all(getattr(module, key, None) is value for key, value in plain.items())
+_STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def merges_experts(conversion: Any) -> bool:
@@ -174,21 +170,46 @@ def _origins(model: nn.Module, stored: Iterable[str]) -> dict[str, tuple[str, tu
     return found
 
 
-def _stacks(model: nn.Module, origins: Mapping[str, tuple[str, tuple[Any, str] | None]]) -> list[Stack]:
+def _whole(family: Family, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Of stored names, those of single experts of a family whose checkpoints hold a layer's experts in one tensor: name of such a
+    tensor -> what single experts' names begin with; and the other names."""
+    blocks: dict[str, str] = {}
+    others = []
+    for name in stored:
+        match = _EXPERT.match(name)
+        form = next((form for form in family.stacked if match and match["stored"].endswith(form.block)), None)
+        if match is None or form is None:
+            others.append(name)
+        else:
+            blocks |= {form.name(match["stored"], parameter): match["stored"] for parameter in form.layout.weights}
+    return blocks, others
+
+
+def _stacks(
+    model: nn.Module, origins: Mapping[str, tuple[str, tuple[Any, str] | None]], blocks: Mapping[str, str]
+) -> list[Stack]:
     leaves: dict[str, dict[int, str]] = {}  # parameter -> place among the conversion's sources -> leaf
     parents: dict[str, str] = {}
+    whole: set[str] = set()
     for name, (parameter, origin) in origins.items():
         match = _EXPERT.match(name)
-        if origin is None or match is None or not merges_experts(origin[0]):
-            continue
-        converter, pattern = origin
-        leaves.setdefault(parameter, {})[converter.source_patterns.index(pattern)] = match["leaf"]
-        parents[parameter.rpartition(".")[0]] = match["stored"]
+        if name in blocks:
+            parents[parameter.rpartition(".")[0]] = blocks[name]
+            whole.add(parameter.rpartition(".")[0])
+        elif origin is not None and match is not None and merges_experts(origin[0]):
+            converter, pattern = origin
+            leaves.setdefault(parameter, {})[converter.source_patterns.index(pattern)] = match["leaf"]
+            parents[parameter.rpartition(".")[0]] = match["stored"]
     found = []
     for name, module in model.named_modules():
-        halves, down = (leaves.get(f"{name}.{leaf}", {}) for leaf in _STACKED)
-        if name in parents and is_fused(module) and (len(halves), len(down)) == (2, 1):
-            found.append(Stack(name, parents[name], (halves[0], halves[1], down[0])))
+        layout = layout_of(module) if name in parents else None
+        if layout is None:
+            continue
+        first, down = (leaves.get(f"{name}.{leaf}", {}) for leaf in layout.weights)
+        ours = GATED if layout.gated else GATED[1:]
+        own = ours if name in whole else (*(first[place] for place in sorted(first)), *down.values())
+        if len(own) == len(ours):
+            found.append(Stack(name, parents[name], own, layout))
     return found
 
 
@@ -197,7 +218,16 @@ def _saved(model: nn.Module) -> list[str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
-    return list(revert_weight_conversion(model, tensors) if isinstance(model, PreTrainedModel) else tensors)
+    saved = list(revert_weight_conversion(model, tensors) if isinstance(model, PreTrainedModel) else tensors)
+    return [split for name in saved for split in _first_experts(family_of(getattr(model, "config", None) or {}), name)]
+
+
+def _first_experts(family: Family, name: str) -> list[str]:
+    found = family.whole(name)
+    if found is None:
+        return [name]
+    form, block, parameter = found
+    return [f"{block}.0.{part}" for part in form.parts(parameter)]
 
 
 def _ancestors(inner: str, outer: str) -> Iterable[tuple[str, str]]:

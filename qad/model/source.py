@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from qad.errors import SourceError
 from qad.model.beside import WEIGHTS
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
+from qad.model.stacked import Stored
 from qad.untrusted import clean, json_with_faults, names, regular_bytes
 from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
@@ -47,17 +49,37 @@ class TensorInfo:
 
     dtype: in safetensors' words: BF16, F16, F32, F8_E4M3, U8 ...
     stored: its name in the file, where that is another one.
+    part: which part of the stored tensor it is, where that holds all experts of a layer.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     stored: str | None = None
+    part: Part | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One projection of one expert. whole: name of the tensor of all of them as transformers knows it."""
+
+    whole: str
+    form: Stored
+    parameter: str
+    expert: int
+    place: int
+
+    def of(self, one: Tensor) -> Tensor:
+        """Of the expert's part of the stored tensor."""
+        return self.form.layout.parts(self.parameter, one)[self.place]
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model folder: config.json, tensors by name in a stable order, and the name people call it by."""
+    """A model folder: config.json, tensors by name in a stable order, and the name people call it by.
+
+    Experts are named one by one, also where the files hold those of a layer in one tensor (qad.model.stacked).
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -67,7 +89,28 @@ class Checkpoint:
         """One tensor, memory-mapped, in its stored dtype."""
         info = self.tensors[name]
         with safe_open(info.file, framework="pt") as file:
-            return file.get_tensor(info.stored or name)
+            if info.part is None:
+                return file.get_tensor(info.stored or name)
+            return info.part.of(file.get_slice(info.stored)[info.part.expert]).contiguous()
+
+    @functools.cached_property
+    def wholes(self) -> dict[str, tuple[str, ...]]:
+        """Tensors of all experts of a layer, by the name that transformers knows -> those of single experts, in order."""
+        found: dict[str, list[str]] = {}
+        for name, info in self.tensors.items():
+            if info.part is not None:
+                found.setdefault(info.part.whole, []).append(name)
+        return {name: tuple(parts) for name, parts in found.items()}
+
+    def whole_shape(self, parts: Sequence[str]) -> tuple[int, ...]:
+        """Shape of the tensor that holds all of them, as transformers knows it."""
+        infos = [self.tensors[name] for name in parts]
+        part = infos[-1].part
+        assert part is not None
+        count = part.expert + 1
+        rows = (sum(info.shape[0] for info in infos) // count, *infos[0].shape[1:])
+        turned = self.family.stacked[0].layout.transposed and len(rows) == 2
+        return count, *(rows[::-1] if turned else rows)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -133,11 +176,28 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:
             raise SourceError(f"{folder}: tensor {clean(odd[0])} is {odd[1]}, expected BF16, F16 or F32: start from the original")
-    checkpoint = _with_embedding(Checkpoint(folder, config, tensors))
+    checkpoint = _with_embedding(Checkpoint(folder, config, _expert_by_expert(family_of(config), tensors)))
     if not allow_quantized:
         _require_applied_scales(checkpoint)
         _require_one_head(checkpoint)
     return checkpoint
+
+
+def _expert_by_expert(family: Family, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    named: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        found = family.whole(name)
+        if found is None:
+            named[name] = info
+            continue
+        form, block, parameter = found
+        whole = family.stacked[0].name(block, parameter)
+        shapes = [part.shape for part in form.layout.parts(parameter, torch.empty(info.shape[1:], device="meta"))]
+        for expert in range(info.shape[0]):
+            for place, (leaf, shape) in enumerate(zip(form.parts(parameter), shapes, strict=True)):
+                part = Part(whole, form, parameter, expert, place)
+                named[f"{block}.{expert}.{leaf}"] = TensorInfo(info.file, info.dtype, tuple(shape), name, part)
+    return named
 
 
 def _with_embedding(checkpoint: Checkpoint) -> Checkpoint:

@@ -13,9 +13,11 @@ a loop over experts has other bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -75,6 +77,15 @@ def experts_forward(experts: nn.Module, hidden_tH: Tensor, top_k_index: Tensor, 
     return grouped_mm_experts_forward(quantizing, inputs.quantize(1, hidden_tH), top_k_index, top_k_weights)
 
 
+def dense_experts_forward(experts: Any, hidden_states: Tensor) -> Tensor:
+    """Experts that are given the tokens of all of them, weighted before they come, [E * t, H] -> [E * t, H]; what an expert does
+    not compute is zero and stays so (Llama 4)."""
+    inputs: ExpertInputs = experts.inputs
+    x_EtH = inputs.quantize(1, hidden_states.view(experts.num_experts, -1, hidden_states.shape[-1]))
+    gate, up = torch.bmm(x_EtH, experts.gate_up_proj).chunk(2, dim=-1)
+    return torch.bmm(inputs.quantize(2, up * experts.act_fn(gate)), experts.down_proj).flatten(0, 1)
+
+
 def quantize_experts(model: Any, experts: Mapping[str, ExpertInputs | None]) -> dict[str, ExpertInputs]:
     """Let the named experts of a model quantize their inputs, in place; None: they compute as in BF16. Scales move to the
     layer's device. Returns what the layers then hold."""
@@ -86,6 +97,8 @@ def quantize_experts(model: Any, experts: Mapping[str, ExpertInputs | None]) -> 
         device = next(module.parameters()).device
         first, second = (None if scale is None else scale.to(device) for scale in (inputs.first, inputs.second))
         module.inputs = quantized[name] = dataclasses.replace(inputs, first=first, second=second)
+        if not hasattr(module, "is_transposed"):  # transformers has no choice of functions for it
+            module.forward = functools.partial(dense_experts_forward, module)
     if quantized:
         model.set_experts_implementation(NAME)
     return quantized

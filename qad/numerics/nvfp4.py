@@ -280,8 +280,8 @@ def fake_quantize(
     """dequantize(quantize(weight, ...)) in one fused pass, in the weight's dtype, with a straight-through gradient.
 
     The gradient is the identity everywhere, also on and beyond the saturation bound. NaN stays NaN.
-    `out`: a contiguous tensor of the weight's shape and any floating dtype that gets the values and is returned; no gradient
-    passes. New memory for a large tensor costs more than its values.
+    `out`: a tensor of the weight's shape and any floating dtype that gets the values and is returned; no gradient passes. New
+    memory for a large tensor costs more than its values; one that is not contiguous takes it.
     Raises ValueError for K not divisible by 16, and for block scales of another shape or dtype.
     """
     _require_blocks(weight, "weight")
@@ -294,12 +294,19 @@ def fake_quantize(
         kernel, scales = _fake_quantize_blocks, (_scalar(scale, weight.device),)
     if out is None:
         return _StraightThrough.apply(weight, kernel, *scales)
-    compiled(kernel, weight)(as_blocks(weight.detach()), *scales, out.detach().view(-1, BLOCK_SIZE))
+    _into(out, compiled(kernel, weight), as_blocks(weight.detach()), *scales)
     return out
 
 
+def _into(out: Tensor, kernel: Any, blocks: Tensor, *scales: Tensor) -> None:
+    values = out.detach() if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    kernel(blocks, *scales, values.view(-1, BLOCK_SIZE))
+    if not out.is_contiguous():
+        out.detach().copy_(values)
+
+
 def fake_quantize_stack(weight_ENK: Tensor, global_scale_E: Tensor, block_scale_ENG: Tensor | None, out_ENK: Tensor) -> None:
-    """`fake_quantize` of every weight of a stack with its own global scale, in one pass, written to `out_ENK` (contiguous).
+    """`fake_quantize` of every weight of a stack with its own global scale, in one pass, written to `out_ENK`.
 
     global_scale_E: FP32.
     block_scale_ENG: frozen, float8_e4m3fn [E, N, K/16]; None for dynamic ones.
@@ -311,7 +318,7 @@ def fake_quantize_stack(weight_ENK: Tensor, global_scale_E: Tensor, block_scale_
     if block_scale_ENG is not None:
         scales.append(block_scale_ENG.float().reshape(-1, 1))
     kernel: Any = _fake_quantize_blocks if block_scale_ENG is None else _fake_quantize_frozen_blocks
-    compiled(kernel, weight_ENK)(as_blocks(weight_ENK.detach()), *scales, out_ENK.detach().view(-1, BLOCK_SIZE))
+    _into(out_ENK, compiled(kernel, weight_ENK), as_blocks(weight_ENK.detach()), *scales)
 
 
 def _frozen(weight: Tensor, global_scale: Tensor | None, block_scale: Tensor) -> tuple[Tensor, Tensor]:

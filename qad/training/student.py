@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qad.arms.arm import Arm
 from qad.errors import ArtifactError
 from qad.model.names import names_of
+from qad.model.stacked import Layout
 from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
@@ -77,7 +78,7 @@ class Student:
         experts: dict[str, ExpertInputs] = {}
         alone = dict.fromkeys(self.selection.modules)
         for stack in self.stored.stacks:
-            first, _, second = stack.modules(0)
+            first, *_, second = stack.modules(0)
             if first in alone:
                 experts[stack.name] = ExpertInputs(format_of(first), scales.get(first), scales.get(second))
                 for number in range(self.model.get_submodule(stack.name).num_experts):
@@ -115,15 +116,16 @@ class Student:
     def _deploy_stacks(self) -> set[str]:
         """Experts in 4 bits, a parameter at once; the names in the checkpoint of what was written."""
         deployed: set[str] = set()
-        for name, inputs in self.experts.items():
-            if not FORMATS[inputs.format].nvfp4_weights:
+        for name, layout in ((stack.name, stack.layout) for stack in self.stored.stacks):
+            inputs = self.experts.get(name)
+            if inputs is None or not FORMATS[inputs.format].nvfp4_weights:
                 continue
-            layer = self.model.get_submodule(name)
-            for leaf in ("gate_up_proj", "down_proj"):
-                master, parameter = self.masters[f"{name}.{leaf}"], layer.get_parameter(leaf)
-                parts = list(self.stored.parts(f"{name}.{leaf}", master.detach()))
+            for leaf in (f"{name}.{leaf}" for leaf in layout.weights):
+                master, parameter = self.masters[leaf], self.model.get_parameter(leaf)
+                parts = list(self.stored.parts(leaf, master.detach()))
                 frozen = [self.frozen[part.removesuffix(".weight")] for part in parts] if self.frozen else []
-                fake_quantize_stack(master, _stacked(frozen, len(master)), parameter)
+                scales = _stacked(frozen, len(master), layout)
+                fake_quantize_stack(layout.rows(master), scales, layout.rows(parameter))
                 deployed.update(parts)
         return deployed
 
@@ -180,8 +182,8 @@ def _of_shape(weight: Tensor, like: Tensor) -> Tensor:
     return weight
 
 
-def _stacked(scales: list[FrozenScales], groups: int) -> list[FrozenScales]:
-    """Scales of a stack's groups, from those of its modules in order: a group's lie below each other."""
+def _stacked(scales: list[FrozenScales], groups: int, layout: Layout) -> list[FrozenScales]:
+    """Scales of a stack's groups, from those of its modules in order: a group's lie as its rows do."""
     size = len(scales) // groups
     members = (scales[start : start + size] for start in range(0, len(scales), size or 1))
-    return [FrozenScales(torch.cat([s.block_scale for s in group]), group[0].global_scale) for group in members]
+    return [FrozenScales(layout.joined([s.block_scale for s in group]), group[0].global_scale) for group in members]

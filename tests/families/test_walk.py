@@ -24,9 +24,10 @@ def test_a_family_goes_the_whole_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_refusal_is_a_row_that_says_what_to_do(tmp_path: Path) -> None:
-    seen = walk("gpt-oss", tmp_path)
-    assert seen.note.startswith("refused: ")
+def test_a_refusal_is_a_row_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "Llama", ("llama", {"hidden_size": 40, "head_dim": None, "intermediate_size": 72}))
+    seen = walk("Llama", tmp_path)
+    assert seen.note.startswith("refused: nothing would be quantized")
     assert not seen.whole
 
 
