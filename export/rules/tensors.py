@@ -10,8 +10,8 @@ import torch
 from export.folder import Folder
 from export.layouts.layout import LAYOUTS
 from export.rules.findings import Finding, error, warning
-from qad.numerics.finite import amax
 from qad.model.families import experts_of
+from qad.numerics.finite import amax
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, GLOBAL_SCALE, INPUT_SCALE
 
 _AGAIN = "export the arm again"

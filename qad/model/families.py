@@ -178,7 +178,7 @@ ROWS = (
     Family(
         ("gpt_oss",),
         stacked=(Stored(_GATE_UP, "experts", Layout(biased=True, transposed=True, interleaved=True)),),
-        unserved="vLLM 0.32 has no biases of NVFP4 or FP8 experts, passes over the tensors without a word and computes with unset ones",
+        unserved="vLLM 0.32 has no place for the biases of quantized experts, skips them silently and computes with unset ones",
     ),
     Family(("llama4", "llama4_text"), stacked=(Stored(_GATE_UP, "experts", Layout(transposed=True)),)),
     Family(
@@ -231,11 +231,14 @@ TRIED = frozenset(
         "glm4",
         "glm4_moe",
         "gpt_neox",
+        "gpt_oss",
         "granite",
+        "granitemoe",
         "granitemoehybrid",
         "jamba",
         "lfm2",
         "llama",
+        "llama4_text",
         "mistral",
         "mistral3",
         "mixtral",

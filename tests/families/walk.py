@@ -146,6 +146,8 @@ def _trained(job: Job, folder: Path) -> str:
 def _groups(name: str) -> str:
     """Held against the record by tests/engines/test_families.py; here, whether vLLM has the architecture."""
     model_type = FAMILIES[name][0]
+    if named_family(model_type).unserved:
+        return "vLLM serves no quantized experts"
     tables = (
         transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
