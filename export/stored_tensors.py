@@ -73,48 +73,26 @@ def _weights(arm: Arm, layout: Layout) -> Iterator[Unit]:
     for name in stored:
         group = group_of.get(name)
         if group is None:
-            whole = _whole_of(arm, name)
-            if name.rpartition(".")[0] in selection.modules or whole in done:
-                continue
-            if len(whole) > 1:
-                done.add(whole)
-                yield _stack(arm, whole)
-            else:
-                yield _plain(arm, name)
+            whole = _stored_with(arm, name)
+            if name.rpartition(".")[0] not in selection.modules and (whole,) not in done:
+                done.add((whole,))
+                yield _plain(arm, whole)
         elif group not in done:
             done.add(group)
             yield _quantized(arm, selection, layout, group, [n for module in group for n in beside.get(module, [])])
 
 
-def _whole_of(arm: Arm, name: str) -> tuple[str, ...]:
-    """The tensors that lie in one with this one, experts of a layer that are not quantized: itself alone, mostly."""
+def _stored_with(arm: Arm, name: str) -> str:
+    """The tensor that holds this one, where experts of a layer stay BF16 as engines and transformers know them: mostly itself."""
     info = arm.source.tensors.get(name)
-    if info is None or info.part is None:
-        return (name,)
-    return arm.source.wholes[info.part.whole]
-
-
-def _stack(arm: Arm, parts: tuple[str, ...]) -> Unit:
-    """Experts under the one name that engines and transformers know, where they stay BF16."""
-    part = arm.source.tensors[parts[0]].part
-    assert part is not None
-    entry = Entry(part.whole, "BF16", arm.source.whole_shape(parts))
-
-    def make() -> dict[str, Tensor]:
-        whole = torch.empty(entry.shape, dtype=torch.bfloat16)
-        layout = arm.source.family.stacked[0].layout
-        views = [view for one in whole for view in layout.parts(part.parameter, one)]
-        for name, view in zip(parts, views, strict=True):
-            view.copy_(arm.weight(name))
-        return {part.whole: whole}
-
-    return Unit((entry,), make)
+    return name if info is None or info.part is None else info.part.whole
 
 
 def _plain(arm: Arm, name: str) -> Unit:
-    info = arm.source.tensors.get(name)  # None: a head that the source has no tensor for
+    info = arm.source.tensors.get(name)  # None: a head that the source has no tensor for, or all experts of a layer
     floating = info is None or (info.dtype in _FLOATING and not name.endswith(_KEPT))
-    shape = arm.trained_shapes()[name] if info is None else info.shape
+    stacked = name in arm.source.wholes
+    shape = arm.source.whole_shape(name) if stacked else arm.trained_shapes()[name] if info is None else info.shape
     entry = Entry(name, "BF16" if info is None or floating else info.dtype, shape)
 
     def make() -> dict[str, Tensor]:

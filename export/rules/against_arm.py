@@ -23,7 +23,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     """Decoded weights, input scales and unquantized tensors against the arm's own, config and prompts against its
     source's. Assumes a folder without errors. Raises ArtifactError where `source` is no finished arm."""
     arm = open_arm(source)
-    known = {*arm.source.tensors, *arm.trained_shapes()}
+    known = {*arm.source.tensors, *arm.source.wholes, *arm.trained_shapes()}
     lost = [module for module in folder.packed if f"{module}.weight" not in known]
     for module in lost:
         yield error("W3", module, f"is not in the arm {arm.name}", f"give the arm it was exported from, not {source}")
@@ -48,7 +48,8 @@ def _lost(folder: Folder, arm: Arm) -> Iterator[Finding]:
     """What the arm's source stores beyond what the architecture asks for, such as a head that drafts tokens, is here."""
     for name, info in arm.source.tensors.items():
         module, dtype = name.rpartition(".")[0], info.dtype
-        here = name in folder.tensors or module in folder.packed or (folder.tied and module == folder.head)
+        stored = name if info.part is None else info.part.whole
+        here = {name, stored} & folder.tensors.keys() or module in folder.packed or (folder.tied and module == folder.head)
         if not here and dtype in FLOATING and not name.endswith(_ROTARY):
             told = f"{name} is missing: the source holds it, and an engine that builds it makes it up"
             drafts = " (a head that drafts tokens: no draft is accepted)" if folder.drafts.holds(name) else ""

@@ -64,11 +64,13 @@ class Arm:
 
     def weight(self, name: str) -> Tensor:
         """A parameter by hub name: the FP32 master where the arm trained it, what its kept codes decode to (FP32), else the
-        source's tensor."""
+        source's tensor. A tensor that holds all experts of a layer (`Checkpoint.wholes`) is made of theirs, BF16."""
         if name in self._overlay:
             with safe_open(self.folder / "weights.safetensors", framework="pt") as file:
                 return file.get_tensor(name)
         module = name.removesuffix(".weight")
+        if name in self.source.wholes:
+            return self.source.whole(name, self.weight)
         return self._kept_form(module, torch.float32).dequantize() if self.keeps(module) else self.source.get(name)
 
     def start(self, name: str) -> Tensor:

@@ -84,7 +84,7 @@ class Experts(nn.Module):
     def _of(self, number: int, x_tH: Tensor, token_t: Tensor) -> Tensor:
         expert = self.get_submodule(str(number))
         expert.positions_t = token_t
-        return expert(x_tH[token_t])  # type: ignore[no-any-return]
+        return expert(x_tH[token_t])
 
 
 def split_experts(model: nn.Module) -> None:
@@ -155,7 +155,8 @@ def _linear(weight_NK: Tensor, bias_N: Tensor | None) -> nn.Linear:
     linear = nn.Linear(1, 1, bias=False, device="meta")
     linear.out_features, linear.in_features = weight_NK.shape
     linear.weight = nn.Parameter(weight_NK.detach(), requires_grad=False)
-    linear.bias = None if bias_N is None else nn.Parameter(bias_N.detach(), requires_grad=False)
+    if bias_N is not None:
+        linear.bias = nn.Parameter(bias_N.detach(), requires_grad=False)
     return linear
 
 

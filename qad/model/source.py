@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,26 @@ class Checkpoint:
                 found.setdefault(info.part.whole, []).append(name)
         return {name: tuple(parts) for name, parts in found.items()}
 
-    def whole_shape(self, parts: Sequence[str]) -> tuple[int, ...]:
-        """Shape of the tensor that holds all of them, as transformers knows it."""
-        infos = [self.tensors[name] for name in parts]
-        part = infos[-1].part
-        assert part is not None
-        count = part.expert + 1
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one of `wholes`."""
+        infos = [self.tensors[part] for part in self.wholes[name]]
+        last = infos[-1].part
+        assert last is not None
+        count = last.expert + 1
         rows = (sum(info.shape[0] for info in infos) // count, *infos[0].shape[1:])
         turned = self.family.stacked[0].layout.transposed and len(rows) == 2
         return count, *(rows[::-1] if turned else rows)
+
+    def whole(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """One of `wholes`, BF16, made of what `read` says of each expert's projections."""
+        parts = self.wholes[name]
+        first = self.tensors[parts[0]].part
+        assert first is not None
+        made = torch.empty(self.whole_shape(name), dtype=torch.bfloat16)
+        views = (view for one in made for view in self.family.stacked[0].layout.parts(first.parameter, one))
+        for part, view in zip(parts, views, strict=True):
+            view.copy_(read(part))
+        return made
 
     @functools.cached_property
     def digest(self) -> str:
