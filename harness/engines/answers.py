@@ -47,6 +47,15 @@ def served_models(root: str, *, timeout_s: float = 10.0, proxied: bool = False) 
     return entries
 
 
+def version_told(root: str) -> str | None:
+    """Of an engine's server, by /version; None where it does not say."""
+    try:
+        told = mapping(ask_json(f"{root}/version")).get("version")
+    except (OSError, ValueError):
+        return None
+    return None if told is None else str(told)
+
+
 def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
     """Of /metrics, in Prometheus' text format: labels and value of every sample of metric `name`; other lines are skipped."""
     found = []

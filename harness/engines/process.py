@@ -18,6 +18,11 @@ GRACE_S = 15.0  # a server frees its devices in that time; then it is killed
 TAIL_LINES = 30
 
 
+def options(values: Mapping[str, object]) -> list[str]:
+    """Options of a command line with their values; None leaves one out."""
+    return [part for name, value in values.items() if value is not None for part in (name, str(value))]
+
+
 class ServerProcess:
     """A command and what it starts, with exactly `environment`. log: its standard output and error, as it comes. grace_s: from
     SIGTERM to SIGKILL when it is stopped."""
@@ -52,15 +57,19 @@ class ServerProcess:
         except psutil.NoSuchProcess:
             return []
 
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log."""
+    def text(self) -> str:
+        """The log as it is now; "" where there is none."""
         try:
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+            return self.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit code, None where it still runs after timeout_s."""
+    def tail(self) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.text().splitlines()[-TAIL_LINES:])
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        """The exit code; None where it still runs after timeout_s, which is None for no limit."""
         try:
             return self._supervisor.wait(timeout_s)
         except subprocess.TimeoutExpired:

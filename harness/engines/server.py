@@ -15,14 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.engines.answers import ask, served_models
+from harness.engines.answers import ask, served_models, version_told
 from harness.engines.environment import engine_python
 from harness.engines.process import ServerProcess
 from harness.engines.registered import Adapter, engine_named
 from harness.engines.tree_memory import tree_memory
 from harness.records.record import Engine, EngineMemory
 from qad.errors import EngineError, UsageError
-from qad.untrusted import strict_json
 
 HOST = "127.0.0.1"
 PORT_TRIES = 3
@@ -87,9 +86,9 @@ def _server(adapter: Adapter, process: ServerProcess, port: int, folder: Path) -
         model = served_models(root)[0]["id"]
     except (OSError, ValueError, IndexError) as error:
         raise EngineError(f"the server does not say which model it serves ({error}): see {process.log}") from error
-    log = process.log.read_text(encoding="utf-8", errors="replace")
-    facts = adapter.memory(log, _optional(f"{root}/metrics"))
-    engine = adapter.describe(log, _version(_optional(f"{root}/version")), folder)
+    log = process.text()
+    facts = adapter.memory(log, _said(f"{root}/metrics") or "")
+    engine = adapter.describe(log, version_told(root), folder)
     measured = tree_memory(process.tree(), gpu=engine.device.startswith("cuda"))
     facts = dataclasses.replace(facts, process_bytes=measured.bytes, process_method=measured.method)
     return Server(f"{root}/v1", model, engine, facts)
@@ -104,31 +103,17 @@ def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bo
             if retry and re.search("address already in use", process.tail(), re.IGNORECASE):
                 return False
             raise EngineError(f"the server ended with code {code} before it was ready; its last lines:\n{process.tail()}")
-        if _answers(f"http://{HOST}:{port}/health") and process.exit_code is None:
+        if _said(f"http://{HOST}:{port}/health") is not None and process.exit_code is None:
             return True
         time.sleep(0.2)
     raise EngineError(f"the server was not ready after {ready_s:g} s; its last lines:\n{process.tail()}")
 
 
-def _answers(url: str) -> bool:
-    try:
-        get(url, timeout_s=5)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _optional(url: str) -> str:
+def _said(url: str) -> str | None:
+    """None where nothing answers."""
     try:
         return get(url)
     except (OSError, ValueError):
-        return ""
-
-
-def _version(answer: str) -> str | None:
-    try:
-        return str(strict_json(answer)["version"])
-    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.engines import process
 from harness.engines.folder_config import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
 from qad.errors import UsageError
@@ -27,18 +28,8 @@ def command(python: Path, folder: Path, port: int, dtype: str, max_model_len: in
     """
     if dtype not in ("auto", "bfloat16"):
         raise UsageError(f"trtllm-serve computes in the model's own dtype, not in {dtype}: give --dtype auto")
-    limit = [] if max_model_len is None else ["--max_seq_len", str(max_model_len)]
-    return [
-        str(beside(python, "trtllm-serve")),
-        "serve",
-        str(folder),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        *limit,
-        *options,
-    ]
+    given = process.options({"--host": "127.0.0.1", "--port": port, "--max_seq_len": max_model_len})
+    return [str(beside(python, "trtllm-serve")), "serve", str(folder), *given, *options]
 
 
 def environment(python: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.engines.process import ServerProcess
+from harness.engines import process
 from harness.engines.trtllm import beside, environment
 from qad.errors import EngineError, UsageError
 from qad.untrusted import text_lines
@@ -53,42 +53,32 @@ def run_bench(
     """
     check_bench(folder, mode, concurrency)
     requests = report.with_name(report.name + ".requests") if mode == "throughput" else None
-    single = [] if requests is None else ["--streaming", "--request_json", str(requests)]
-    limit = [] if max_model_len is None else ["--max_seq_len", str(max_model_len)]
-    arguments = [
-        str(beside(python, "trtllm-bench")),
-        "--model",
-        folder.name,
-        "--model_path",
-        str(folder),
-        mode,
-        "--dataset",
-        str(dataset),
-        "--backend",
-        "pytorch",
-        "--concurrency",
-        str(concurrency),
-        "--warmup",
-        str(WARM_UP),
-        "--report_json",
-        str(report),
-        *single,
-        *limit,
-        *options,
-    ]
+    model = {"--model": folder.name, "--model_path": folder}
+    run = {
+        "--dataset": dataset,
+        "--backend": "pytorch",
+        "--concurrency": concurrency,
+        "--warmup": WARM_UP,
+        "--report_json": report,
+        "--request_json": requests,
+        "--max_seq_len": max_model_len,
+    }
+    streaming = ["--streaming"] if requests else []
+    bench = str(beside(python, "trtllm-bench"))
+    arguments = [bench, *process.options(model), mode, *process.options(run), *streaming, *options]
     log = report.with_name(report.name + ".log")
     for old in (report, requests):
         if old is not None:
             old.unlink(missing_ok=True)
-    process = ServerProcess(arguments, log=log, environment={**os.environ, **environment(python)})
+    running = process.ServerProcess(arguments, log=log, environment={**os.environ, **environment(python)})
     try:
-        code = process.wait(timeout_s)
+        code = running.wait(timeout_s)
     finally:
-        process.stop()
+        running.stop()
     if code != 0:
         how = f"did not end within {timeout_s:g} s" if code is None else f"ended with code {code}"
-        raise EngineError(f"trtllm-bench {how}; its last lines:\n{process.tail()}")
-    return BenchRun(_whole(report, _lines(dataset)), requests or report, log.read_text(encoding="utf-8", errors="replace"))
+        raise EngineError(f"trtllm-bench {how}; its last lines:\n{running.tail()}")
+    return BenchRun(_whole(report, sum(1 for _ in text_lines(dataset))), requests or report, running.text())
 
 
 def check_bench(folder: Path, mode: str, concurrency: int) -> None:
@@ -122,7 +112,3 @@ def _whole(path: Path, requests: int) -> dict[str, Any]:
     if count != requests:
         raise EngineError(f"trtllm-bench reports {count} of {requests} requests: see {path}.log")
     return report
-
-
-def _lines(dataset: Path) -> int:
-    return sum(1 for _ in text_lines(dataset))

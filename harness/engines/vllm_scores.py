@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from harness.engines.process import ServerProcess
 from harness.engines.vllm_child import INPUT, LAYER, LOGPROBS, TOKENS, Job
 from qad.errors import EngineError
 
-_POLL_S = 0.2
 _KERNEL_WORDS = ("NVFP4", "NvFp4", "FP4 computation", "Selected ")
 _PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\] ")  # (Worker pid=7) INFO 01-01 00:00:00 [file.py:1]
 _LINE = 400  # the configuration is a line as well, of thousands of characters
@@ -91,14 +89,12 @@ def ask(python: Path, jobs: list[Job], folder: Path) -> list[Scores]:
     command = [str(python), "-m", "harness.engines.vllm_child", str(questions)]
     process = ServerProcess(command, log=log, environment=_environment(python, all(one.eager for one in jobs)))
     try:
-        while process.exit_code is None:
-            time.sleep(_POLL_S)
+        process.wait(None)
     finally:
         process.stop()
     if process.exit_code or not all(Path(one.out).is_file() for one in jobs):
         raise EngineError(f"vLLM ({python}) ended with code {process.exit_code}; the end of its log:\n{process.tail()}")
-    text = log.read_text(encoding="utf-8", errors="replace")
-    return [_read(one, text) for one in jobs]
+    return [_read(one, process.text()) for one in jobs]
 
 
 def _environment(python: Path, eager: bool) -> dict[str, str]:

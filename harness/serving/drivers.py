@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from harness.engines.process import options
 from qad.errors import LoadToolError, UsageError
 
 STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
@@ -63,46 +64,24 @@ class VllmBench:
             "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
         )
         with tempfile.TemporaryDirectory(prefix="qad-load-") as folder:
-            _process(
-                [
-                    self.python,
-                    "-c",
-                    start,
-                    "--backend",
-                    "openai-chat" if load.endpoint == "chat" else "openai",
-                    "--base-url",
-                    load.base_url,
-                    "--endpoint",
-                    ENDPOINTS[load.endpoint],
-                    "--model",
-                    load.model,
-                    "--tokenizer",
-                    str(load.tokenizer),
-                    "--dataset-name",
-                    "custom",
-                    "--dataset-path",
-                    str(_prompt_file(Path(folder), load)),
-                    "--custom-output-len",
-                    str(load.output_tokens),
-                    "--skip-chat-template",
-                    "--disable-shuffle",
-                    "--no-oversample",
-                    "--num-warmups",
-                    "0",
-                    "--num-prompts",
-                    str(len(load.prompts)),
-                    "--max-concurrency",
-                    str(load.concurrency),
-                    "--request-rate",
-                    "inf",
-                    "--temperature",
-                    "0",
-                    "--ignore-eos",
-                    "--disable-tqdm",
-                    "--extra-body",
-                    json.dumps({"stream_options": STREAM_OPTIONS}),
-                ]
-            )
+            given = {
+                "--backend": "openai-chat" if load.endpoint == "chat" else "openai",
+                "--base-url": load.base_url,
+                "--endpoint": ENDPOINTS[load.endpoint],
+                "--model": load.model,
+                "--tokenizer": load.tokenizer,
+                "--dataset-name": "custom",
+                "--dataset-path": _prompt_file(Path(folder), load),
+                "--custom-output-len": load.output_tokens,
+                "--num-warmups": 0,
+                "--num-prompts": len(load.prompts),
+                "--max-concurrency": load.concurrency,
+                "--request-rate": "inf",
+                "--temperature": 0,
+                "--extra-body": json.dumps({"stream_options": STREAM_OPTIONS}),
+            }
+            flags = ["--skip-chat-template", "--disable-shuffle", "--no-oversample", "--ignore-eos", "--disable-tqdm"]
+            _process([self.python, "-c", start, *options(given), *flags])
 
 
 @dataclasses.dataclass(frozen=True)

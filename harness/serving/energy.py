@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import threading
 import time
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 _PERIOD_S = 0.1
 
@@ -44,12 +45,8 @@ class EnergyMeter:
         times = [time_s for time_s, _ in self._samples]
         if len(times) < 2 or start_s < times[0] or end_s > times[-1] + _PERIOD_S:
             return None
-        return self._at(times, end_s) - self._at(times, start_s)
-
-    def _at(self, times: list[float], time_s: float) -> float:
-        place = min(max(bisect.bisect_right(times, time_s), 1), len(times) - 1)
-        (a, low), (b, high) = self._samples[place - 1], self._samples[place]
-        return low + (high - low) * min(1.0, (time_s - a) / (b - a))
+        start, end = np.interp([start_s, end_s], times, [joules for _, joules in self._samples])
+        return float(end - start)
 
 
 def _nvml() -> Any:

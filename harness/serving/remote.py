@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.engines.answers import ask_json, served_models
+from harness.engines.answers import served_models, version_told
 from harness.engines.registered import engine_named
 from harness.engines.server import Server
 from harness.records.record import Engine
 from qad.errors import UsageError
-from qad.untrusted import mapping
 
 UNKNOWN_KERNELS = "unknown: the server was started elsewhere and no log was given"
 
@@ -32,11 +31,7 @@ def running_server(url: str, folder: Path, engine: str | None = None, log: Path 
 
 
 def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engine:
-    try:
-        version = str(mapping(ask_json(f"{root}/version")).get("version", ""))
-    except (OSError, ValueError):
-        version = ""
+    version = version_told(root)
     if log is None or name is None:
-        return Engine(name or "server", version, "", "", UNKNOWN_KERNELS, emulated=False)
-    text = log.read_text(encoding="utf-8", errors="replace")
-    return engine_named(name).adapter.describe(text, version or None, folder)
+        return Engine(name or "server", version or "", "", "", UNKNOWN_KERNELS, emulated=False)
+    return engine_named(name).adapter.describe(log.read_text(encoding="utf-8", errors="replace"), version, folder)

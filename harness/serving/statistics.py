@@ -8,6 +8,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from harness.records.serving import Cell, Repeat, Request
 
 FAILURE_LIMIT = 0.01  # share of failed requests above which a run says nothing of the server's speed
@@ -78,11 +80,7 @@ def quantile(values: Sequence[float], q: float) -> Quantile:
         return Quantile(None, 0, "no successful request")
     if n < needed:
         return Quantile(None, n, f"n is {n}, p{100 * q:g} needs {needed}")
-    ordered = sorted(values)
-    place = q * (n - 1)
-    below = math.floor(place)
-    above = min(below + 1, n - 1)
-    return Quantile(ordered[below] + (place - below) * (ordered[above] - ordered[below]), n)
+    return Quantile(float(np.quantile(values, q)), n)
 
 
 def summarize(cell: Cell) -> CellSummary:
