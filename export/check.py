@@ -52,6 +52,17 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
     return sorted(dict.fromkeys(findings), key=lambda f: (f.severity != "error", f.rule, f.module))
 
 
+def errors_of(folder: Path) -> list[Finding]:
+    """The errors among them; what `check` raises."""
+    return [finding for finding in check(folder) if finding.severity == "error"]
+
+
+def in_one_line(errors: list[Finding]) -> str:
+    """How many, and the first."""
+    first, count = errors[0], len(errors)
+    return f"{count} error{'s' if count > 1 else ''}, first {first.rule} {first.module}: {first.message}"
+
+
 def looked_at(folder: Path) -> str:
     """How much a check of the folder covers, in words."""
     opened = open_folder(folder)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from export.card import relabel
 from export.card_sections import serve_section
-from export.check import check
+from export.check import errors_of, in_one_line
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
 from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
 from export.layouts.layout import LAYOUTS, Layout, require_kv_form
 from export.layouts.scheme import Scheme
-from export.rules.findings import Finding
 from export.rules.metadata import checked
 from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
@@ -78,9 +77,11 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     """The scheme to write. Raises as `convert` does."""
     if folder.algorithm is not None and folder.algorithm not in checked():
         raise UsageError(f"{folder.path} is {folder.algorithm}: only {', '.join(checked())} can be converted")
-    errors = [finding for finding in check(folder.path) if finding.severity == "error"]
-    if errors:
-        raise BrokenCheckpointError(_refusal(folder, errors))
+    if errors := errors_of(folder.path):
+        raise BrokenCheckpointError(
+            f"{folder.path} does not pass `qad check` ({in_one_line(errors)}): repair it first (`qad check {folder.path} --fix "
+            "OUT`)"
+        )
     require_computed(folder, "converted")
     if folder.layout is target:
         raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")
@@ -159,11 +160,3 @@ def _is_scalar(folder: Folder, name: str) -> bool:
     module, _, leaf = name.rpartition(".")
     scalar = module in folder.packed and leaf in folder.layout.scalars_of(folder.format_of(module))
     return scalar or leaf in _KV
-
-
-def _refusal(folder: Folder, errors: list[Finding]) -> str:
-    first = errors[0]
-    return (
-        f"{folder.path} does not pass `qad check` ({len(errors)} errors, first {first.rule} {first.module}: {first.message}): "
-        f"repair it first (`qad check {folder.path} --fix OUT`)"
-    )

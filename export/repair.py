@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export.check import check
+from export.check import errors_of, in_one_line
 from export.convert import REWRITTEN, excluded_names, folder_digest, in_model_order, require_computed
 from export.files.json_files import read_json
 from export.files.safetensors_writer import write_file
@@ -66,7 +66,7 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
     require_apart(out, {"checkpoint": folder, **({"arm": source} if source else {})})
     if source is not None:
         _require_arm(source)
-    errors = _errors(folder)
+    errors = errors_of(folder)
     if not errors:
         return []
     plan = _plan(folder, errors)
@@ -85,15 +85,10 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
     return _quantize_again(plan.folder, source, out)
 
 
-def _errors(folder: Path) -> list[Finding]:
-    return [finding for finding in check(folder) if finding.severity == "error"]
-
-
 def _remaining(folder: Path, errors: list[Finding]) -> str:
-    first = errors[0]
     return (
-        f"{folder}: {len(errors)} errors cannot be repaired without quantizing again or copying files anew, first "
-        f"{first.rule} {first.module}: {first.message}. Give --source ARM_DIR, the arm it was exported from"
+        f"{folder}: {in_one_line(errors)}. That cannot be repaired without quantizing again or copying files anew: give --source "
+        "ARM_DIR, the arm it was exported from"
     )
 
 
@@ -257,7 +252,7 @@ def _write(plan: _Plan, partial: Path) -> None:
     if plan.nested is not None:
         write_json(partial / NESTED, plan.nested)
     beside(folder.path, REWRITTEN).copy(partial)
-    errors = _errors(partial)
+    errors = errors_of(partial)
     if folder.casts_kv_cache:  # the manifest, which says so, is written last
         errors = [finding for finding in errors if (finding.rule, finding.module) != ("E10", CONFIG)]
     if errors:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from export.card import git_attributes, model_card
-from export.check import check
+from export.check import errors_of, in_one_line
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.layouts.config_files import CONFIG, NESTED, in_bfloat16, write_config_files, write_index
@@ -74,13 +74,10 @@ def export_arm(arm: Path, out: Path, layout: str = "modelopt", shard_size: int =
 
 def _require_sound(folder: Path) -> None:
     """Nothing is called finished that `qad check` would refuse. Raises BrokenCheckpointError."""
-    errors = [finding for finding in check(folder) if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        more = f" and {len(errors) - 1} more" if errors[1:] else ""
+    if errors := errors_of(folder):
         raise BrokenCheckpointError(
-            f"the export does not pass its own check: {first.rule} {first.module} {first.message}{more}. It stays unfinished in "
-            f"{folder}; report this, with `qad check {folder}`"
+            f"the export does not pass its own check: {in_one_line(errors)}. It stays unfinished in {folder}; report this, with "
+            f"`qad check {folder}`"
         )
 
 
