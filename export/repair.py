@@ -33,7 +33,7 @@ from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, open_artifact, run_stage
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.model.beside import beside
-from qad.numerics.formats import FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, algorithm_of
+from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, NVFP4, algorithm_of
 from qad.place import require_apart
 from qad.untrusted import mapping
 from qad.untrusted.safetensors_header import read_header
@@ -146,13 +146,13 @@ def _layout_of_tensors(folder: Folder) -> Layout | None:
 
 def _block_scales(folder: Folder, layout: Layout, done: list[str]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     for module in folder.packed:
-        name = f"{module}.{layout.block_scale}"
-        scale, codes = folder.entry(name), folder.entry(f"{module}.{layout.codes}")
+        packed, name = (f"{module}.{layout.leaf(NVFP4, role)}" for role in (CODES, BLOCK_SCALE))
+        scale, codes = folder.entry(name), folder.entry(packed)
         if scale is None or codes is None or scale.dtype != "F8_E4M3" or codes.dtype != "U8" or len(codes.shape) != 2:
             continue
         if scale.shape != (codes.shape[0], codes.shape[1] // 8):
             continue
-        bad = _bad_over_zeros(folder, name, f"{module}.{layout.codes}")
+        bad = _bad_over_zeros(folder, name, packed)
         if bad.any():
             done.append(f"{module}: {int(bad.sum())} block scales that were NaN or negative over all-zero codes became 1.0")
             yield name, lambda name=name, bad=bad: _with_ones(folder.get(name), bad)  # type: ignore[misc]

@@ -21,19 +21,7 @@ import dataclasses
 from torch import Tensor
 
 from qad.errors import UsageError
-from qad.numerics.formats import (
-    BLOCK_SCALE,
-    CODES,
-    FORMATS,
-    GLOBAL_SCALE,
-    INPUT_SCALE,
-    KV_FORMATS,
-    NVFP4,
-    Format,
-    InLayout,
-    Quantized,
-    Stored,
-)
+from qad.numerics.formats import FORMATS, KV_FORMATS, NVFP4, Format, InLayout, Quantized, Stored
 from qad.untrusted.safetensors_header import Entry
 
 
@@ -54,7 +42,7 @@ class Layout:
         """Last part of the name of a module's tensor; "" for a role that the format does not know."""
         return self.of(format).leaves.get(role, "")
 
-    def leaves_of(self, format: str) -> tuple[str, ...]:
+    def leaves_of(self, format: str = NVFP4) -> tuple[str, ...]:
         """Last parts of all tensor names of a module of a format, the weight's first, without its bias."""
         return tuple(self.leaf(format, tensor.role) for tensor in FORMATS[format].tensors)
 
@@ -102,31 +90,6 @@ class Layout:
     def kv_scale(self, attention: str, cache: str) -> str:
         """Full name of a KV cache scale. cache: k or v."""
         return f"{attention}.{cache}_proj.{cache}_scale" if self.kv_in_projection else f"{attention}.{cache}_scale"
-
-    @property
-    def codes(self) -> str:
-        """Of NVFP4, as the next four."""
-        return self.leaf(NVFP4, CODES)
-
-    @property
-    def block_scale(self) -> str:
-        return self.leaf(NVFP4, BLOCK_SCALE)
-
-    @property
-    def global_scale(self) -> str:
-        return self.leaf(NVFP4, GLOBAL_SCALE)
-
-    @property
-    def input_scale(self) -> str:
-        return self.leaf(NVFP4, INPUT_SCALE)
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        return self.leaves_of(NVFP4)
-
-    @property
-    def scales(self) -> tuple[str, ...]:
-        return self.leaves[1:]
 
 
 MODELOPT = Layout("modelopt", (), kv_in_projection=True)

@@ -96,12 +96,8 @@ def _group(folder: Folder, arm: Arm, group: tuple[str, ...], other: list[str]) -
     for module, weight in weights.items():
         stored = folder.quantized(module)
         if stored.shape != weight.shape:
-            yield error(
-                "W3",
-                module,
-                f"holds {list(stored.shape)} weights, {arm.name} has {list(weight.shape)}",
-                f"export {arm.folder} again",
-            )
+            told = f"holds {list(stored.shape)} weights, {arm.name} has {list(weight.shape)}"
+            yield error("W3", module, told, f"export {arm.folder} again")
             continue
         same = _same(folder, module, expected[module])
         ratio, record = _relative_error(stored.dequantize(), weight), folder.record_of(module)
@@ -136,20 +132,14 @@ def _quantized_otherwise(arm: Arm, other: list[str], modules: int) -> Iterator[F
     rounded, or another arm was trained further."""
     if 2 * len(other) < modules:
         for module in other:
-            yield error(
-                "W3",
-                module,
-                f"is not what {arm.name} exports, though {modules - len(other)} of {modules} modules are to the bit",
-                f"export {arm.folder} again",
-            )
+            told = f"is not what {arm.name} exports, though {modules - len(other)} of {modules} modules are to the bit"
+            yield error("W3", module, told, f"export {arm.folder} again")
     elif other:
-        yield warning(
-            "W3",
-            other[0],
+        told = (
             f"is quantized differently from what {arm.name} exports ({len(other)} modules): another "
-            "arm's export, or another tool's rules",
-            f"compare with an export of {arm.folder}",
+            "arm's export, or another tool's rules"
         )
+        yield warning("W3", other[0], told, f"compare with an export of {arm.folder}")
 
 
 def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Finding]:
@@ -167,12 +157,8 @@ def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Find
             told = f"its input scale is not the one {arm.name} was calibrated with"
             yield error("W3", module, told, f"export {arm.folder} again")
     elif other:
-        yield warning(
-            "W3",
-            other[0],
-            f"has another input scale than {arm.name} ({len(other)} modules): another calibration",
-            f"compare with an export of {arm.folder}",
-        )
+        told = f"has another input scale than {arm.name} ({len(other)} modules): another calibration"
+        yield warning("W3", other[0], told, f"compare with an export of {arm.folder}")
 
 
 def _kv_scales(folder: Folder, arm: Arm) -> Iterator[Finding]:

@@ -28,12 +28,8 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any])
     config, original = _with_defaults(folder.config), _with_defaults(expected)
     for key in sorted({*config, *original} - _OWN_KEYS):
         if config.get(key) != original.get(key):
-            yield error(
-                "W3",
-                CONFIG,
-                f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}",
-                f"copy it from {source.folder}",
-            )
+            told = f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}"
+            yield error("W3", CONFIG, told, f"copy it from {source.folder}")
     try:
         theirs = load_tokenizer(source.folder)
     except SourceError as failure:
@@ -46,12 +42,8 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any])
         return
     for what, of in (("vocabulary or merges", _model), ("text", _ids), ("a chat", _prompt)):
         if of(ours) != of(theirs):
-            yield error(
-                "W3",
-                "tokenizer",
-                f"{what} of the source model's tokenizer come out differently",
-                f"copy tokenizer and chat template from {source.folder}",
-            )
+            told = f"{what} of the source model's tokenizer come out differently"
+            yield error("W3", "tokenizer", told, f"copy tokenizer and chat template from {source.folder}")
             return
 
 

@@ -42,13 +42,8 @@ _KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False
 def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     """outer: quantization_config."""
     if folder.nested is not None:
-        yield error(
-            "E1",
-            NESTED,
-            "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's",
-            f"remove {NESTED}",
-            "trtllm",
-        )
+        told = "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's"
+        yield error("E1", NESTED, told, f"remove {NESTED}", "trtllm")
     stored = {folder.stored_format(module) for module in folder.packed}
     kinds = {format_name(format) for format in stored or {next(iter(FORMATS))}}
     wanted = kinds.pop() if len(kinds) == 1 else MIXED_FORMAT

@@ -37,12 +37,8 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
         yield error("E7", pattern, "takes without end to match: engines that match it hang", "list full module names")
     for pattern in folder.announced.excluded:
         if pattern != pattern.strip(".") or not pattern:
-            yield error(
-                "E7",
-                pattern or "''",
-                "is empty, or starts or ends with a dot: it matches nothing, or everything",
-                "use the full module name",
-            )
+            told = "is empty, or starts or ends with a dot: it matches nothing, or everything"
+            yield error("E7", pattern or "''", told, "use the full module name")
         elif not matches_any(pattern, known):
             yield warning("E7", pattern, "is excluded, but no module has a name like that: a misspelling?", "remove it")
     everything = {*folder.packed, *folder.linears}
@@ -55,30 +51,17 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
                 yield error("E7", module, f"{refusal}: vLLM refuses to load", "exclude all fused members or none", engine)
                 continue
             if packed and runs_as is None:
-                yield error(
-                    "E7",
-                    module,
-                    "is packed but excluded, or missing in quantized_layers: the engine would read codes as BF16 weights",
-                    "list it as what it is",
-                    engine,
-                )
+                told = "is packed but excluded, or missing in quantized_layers: the engine would read codes as BF16 weights"
+                yield error("E7", module, told, "list it as what it is", engine)
             elif packed and runs_as != folder.format_of(module):
-                yield error(
-                    "E7",
-                    module,
+                told = (
                     f"is {folder.format_of(module)}, but the engine takes {runs_as} from another name in "
-                    "quantized_layers, which it finds first",
-                    _AGAIN,
-                    engine,
+                    "quantized_layers, which it finds first"
                 )
+                yield error("E7", module, told, _AGAIN, engine)
             elif not packed and runs_as is not None:
-                yield error(
-                    "E7",
-                    module,
-                    "has a BF16 weight but is not excluded: the engine would wait for its scales",
-                    f"add {module} to the exclude lists",
-                    engine,
-                )
+                told = "has a BF16 weight but is not excluded: the engine would wait for its scales"
+                yield error("E7", module, told, f"add {module} to the exclude lists", engine)
     for module, reason in folder.family.in_mamba1(everything).items():
         if module in folder.packed:
             told = f"is packed, but lies {reason}: the engine would read codes as BF16 weights"
@@ -135,19 +118,11 @@ def e8_excluded_modules(folder: Folder) -> Iterator[Finding]:
         if leaf in scales and module in excluded:
             yield error("E8", module, f"is excluded but has {leaf}: the engine has no place for it", "remove the tensor")
         if folder.tied and name == f"{folder.head}.weight" and _differs_from_the_embedding(folder):
-            yield error(
-                "E8",
-                module,
-                "tie_word_embeddings says that it is the embedding, but another weight is stored: engines use the embedding",
-                f"set tie_word_embeddings to false, or remove {name}",
-            )
+            told = "tie_word_embeddings says that it is the embedding, but another weight is stored: engines use the embedding"
+            yield error("E8", module, told, f"set tie_word_embeddings to false, or remove {name}")
         if folder.tied and module == folder.head and (leaf in scales or folder.tensors[name][1].dtype in codes):
-            yield error(
-                "E8",
-                module,
-                f"shares the embedding's weight (tie_word_embeddings) but has {leaf}",
-                "keep head and embedding BF16, or untie them",
-            )
+            told = f"shares the embedding's weight (tie_word_embeddings) but has {leaf}"
+            yield error("E8", module, told, "keep head and embedding BF16, or untie them")
 
 
 def _differs_from_the_embedding(folder: Folder) -> bool:
@@ -163,34 +138,22 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     announced = folder.announced.kv_cache
     scales = [name for name in folder.tensors if name.endswith((".k_scale", ".v_scale"))]
     if scales and not announced:
-        yield error(
-            "E10",
-            scales[0].rpartition(".")[0],
-            "has KV scales but no KV cache algorithm is announced",
-            "announce its format or remove the scales",
-        )
+        told = "has KV scales but no KV cache algorithm is announced"
+        yield error("E10", scales[0].rpartition(".")[0], told, "announce its format or remove the scales")
     if announced and not scales and folder.casts_kv_cache:
         told = f"announces an {announced} KV cache without scales, as its recipe asks (cast): the engine uses 1.0"
         yield warning("E10", "config.json", told, "set quantize.kv_cache to calibrated")
     elif announced and not scales:
-        yield error(
-            "E10",
-            "config.json",
-            "announces a quantized KV cache but there are no scales: the engine uses 1.0",
-            "calibrate KV scales, or announce no quantized KV cache",
-        )
+        told = "announces a quantized KV cache but there are no scales: the engine uses 1.0"
+        yield error("E10", "config.json", told, "calibrate KV scales, or announce no quantized KV cache")
     if announced == "NVFP4":
         yield from _nvfp4_cache(folder)
     attentions = {_attention(name): name for name in scales}
     for attention, name in attentions.items():
         for lost in (folder.layout.kv_scale(attention, cache) for cache in ("k", "v")):
             if lost not in folder.tensors:
-                yield error(
-                    "E10",
-                    name.rpartition(".")[0],
-                    f"has {name.rpartition('.')[2]} but {lost} is missing",
-                    "write both, under the names of the layout",
-                )
+                told = f"has {name.rpartition('.')[2]} but {lost} is missing"
+                yield error("E10", name.rpartition(".")[0], told, "write both, under the names of the layout")
     if scales:
         yield from _layers_without_kv_scales(folder, attentions)
     for name in scales:

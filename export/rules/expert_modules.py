@@ -30,12 +30,8 @@ def e9_experts(folder: Folder) -> Iterator[Finding]:
         for number in range(max(wanted or 0, max(by_number) + 1)):
             missing = everything - by_number.get(number, set())
             if missing:
-                yield error(
-                    "E9",
-                    f"{parent}.{number}",
-                    f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other experts have",
-                    _AGAIN,
-                )
+                told = f"lacks {sorted(missing)[0]} ({len(missing)} tensors), which other experts have"
+                yield error("E9", f"{parent}.{number}", told, _AGAIN)
         if wanted is not None and max(by_number) >= wanted:
             yield error("E9", f"{parent}.{max(by_number)}", f"is there, but config.json has {wanted} experts", "correct it")
         yield from _shapes(folder, parent)
@@ -48,12 +44,8 @@ def _formats(folder: Folder, parent: str) -> Iterator[Finding]:
     first = next(iter(formats), "")
     other = next((module for module, format in formats.items() if format != formats[first]), None)
     if other:
-        yield error(
-            "E9",
-            other,
-            f"is {formats[other]}, {first} is {formats[first]}: engines run the experts of a layer in one format",
-            _AGAIN,
-        )
+        told = f"is {formats[other]}, {first} is {formats[first]}: engines run the experts of a layer in one format"
+        yield error("E9", other, told, _AGAIN)
 
 
 def _shapes(folder: Folder, parent: str) -> Iterator[Finding]:

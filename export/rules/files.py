@@ -66,33 +66,23 @@ def _split_modules(folder: Folder) -> Iterator[Finding]:
                 files.setdefault(module, set()).add(folder.tensors[f"{module}.{leaf}"][0])
     split = [module for module, found in files.items() if len(found) > 1]
     if split:
-        yield warning(
-            "E11",
-            split[0],
-            f"weight and scales lie in different files ({len(split)} modules): a loader that goes by file sees half a module",
-            _AGAIN,
-        )
+        told = f"weight and scales lie in different files ({len(split)} modules): a loader that goes by file sees half a module"
+        yield warning("E11", split[0], told, _AGAIN)
 
 
 def _against_architecture(folder: Folder) -> Iterator[Finding]:
     skeleton = folder.skeleton
     if folder.oversized:
-        yield error(
-            "E11",
-            "config.json",
-            f"asks for more than the {len(folder.tensors):,} tensors here fill: {folder.oversized}",
-            "correct config.json",
-        )
+        told = f"asks for more than the {len(folder.tensors):,} tensors here fill: {folder.oversized}"
+        yield error("E11", "config.json", told, "correct config.json")
         yield from missing_siblings(folder)
         return
     if skeleton is None:
-        yield warning(
-            "E11",
-            "config.json",
+        told = (
             "its architecture is not one transformers can build here, or has other names: "
-            "completeness is judged from the files alone",
-            "check with the engine that will serve it",
+            "completeness is judged from the files alone"
         )
+        yield warning("E11", "config.json", told, "check with the engine that will serve it")
         yield from missing_siblings(folder)
         return
     packed = set(folder.packed)
@@ -121,20 +111,14 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
     extra = [name for name in extra if not (folder.drafts.number and folder.drafts.holds(name))]
     beyond = _beyond_the_last_layer(folder, extra)
     if beyond:
-        yield error(
-            "E11",
-            beyond[0],
+        told = (
             f"belongs to a layer that config.json does not have ({len(beyond)} tensors): engines stop, "
-            "or serve the model without it",
-            "correct num_hidden_layers",
+            "or serve the model without it"
         )
+        yield error("E11", beyond[0], told, "correct num_hidden_layers")
     elif extra:
-        yield warning(
-            "E11",
-            extra[0],
-            f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it or stop",
-            "remove it, unless the engine is known to read it",
-        )
+        told = f"has no place in config.json's architecture ({len(extra)} tensors): engines ignore it or stop"
+        yield warning("E11", extra[0], told, "remove it, unless the engine is known to read it")
 
 
 def _beyond_the_last_layer(folder: Folder, extra: list[str]) -> list[str]:
@@ -178,23 +162,17 @@ def _ends_of_text(folder: Folder) -> Iterator[Finding]:
     ends = [end for end in (said if isinstance(said, list) else [said]) if isinstance(end, int)]
     rows = _rows(folder)
     if rows and ends and not 0 <= min(ends) <= max(ends) < rows:
-        yield warning(
-            "E11",
-            "generation_config.json",
-            f"eos_token_id is {said}, the embedding has {rows} rows: a text does not end there",
-            "copy it from the source model",
-        )
+        told = f"eos_token_id is {said}, the embedding has {rows} rows: a text does not end there"
+        yield warning("E11", "generation_config.json", told, "copy it from the source model")
     token = mapping(read_json(folder.path / "tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     own = next((index for index, text in _tokens(folder) if text == token), None)
     if ends and own is not None and own not in ends:
-        yield warning(
-            "E11",
-            "generation_config.json",
+        told = (
             f"eos_token_id is {said}, the tokenizer's end of text {token!r} is {own}: "
-            "engines that go by one of the two do not stop",
-            "give eos_token_id every end of text",
+            "engines that go by one of the two do not stop"
         )
+        yield warning("E11", "generation_config.json", told, "give eos_token_id every end of text")
 
 
 def _ids_without_row(folder: Folder) -> Iterator[Finding]:
@@ -203,9 +181,5 @@ def _ids_without_row(folder: Folder) -> Iterator[Finding]:
     ids = [(index, token) for index, token in _tokens(folder) if index >= rows]
     if rows and ids:
         index, token = min(ids)
-        yield warning(
-            "E11",
-            "tokenizer.json",
-            f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine stops or reads what lies behind",
-            "resize and train the embedding, or take the token out",
-        )
+        told = f"id {index} ({token!r}) has no row in the embedding, which has {rows}: an engine stops or reads what lies behind"
+        yield warning("E11", "tokenizer.json", told, "resize and train the embedding, or take the token out")

@@ -48,21 +48,13 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
             yield from e1_scheme(folder, outer or {})
         return
     if outer is None:
-        yield error(
-            "E1",
-            "config.json",
-            "has no quantization_config: vLLM and transformers read the model as BF16",
-            "copy it from hf_quant_config.json, or " + _AGAIN,
-        )
+        told = "has no quantization_config: vLLM and transformers read the model as BF16"
+        yield error("E1", "config.json", told, "copy it from hf_quant_config.json, or " + _AGAIN)
     else:
         yield from _outer(folder, outer)
     if not nested:
-        yield error(
-            "E1",
-            _NESTED,
-            "is missing or has no `quantization`: TensorRT-LLM reads the model as BF16",
-            "write it from config.json's quantization_config, or " + _AGAIN,
-        )
+        told = "is missing or has no `quantization`: TensorRT-LLM reads the model as BF16"
+        yield error("E1", _NESTED, told, "write it from config.json's quantization_config, or " + _AGAIN)
         return
     yield from _nested(nested)
     if outer is None:
@@ -71,12 +63,8 @@ def e1_places_agree(folder: Folder) -> Iterator[Finding]:
     if MIXED in (outer.get("quant_algo"), nested.get("quant_algo")):
         yield from _same_layers(mapping(outer.get("quantized_layers")), mapping(nested.get("quantized_layers")))
     for module in sorted({*names(outer.get("ignore"))} ^ {*names(nested.get("exclude_modules"))}):
-        yield error(
-            "E1",
-            module,
-            "is in only one of the two exclude lists: vLLM and TensorRT-LLM would load it differently",
-            "make config.json `ignore` and hf_quant_config.json `exclude_modules` equal",
-        )
+        told = "is in only one of the two exclude lists: vLLM and TensorRT-LLM would load it differently"
+        yield error("E1", module, told, "make config.json `ignore` and hf_quant_config.json `exclude_modules` equal")
     scheme, algorithm = outer.get("kv_cache_scheme"), nested.get("kv_cache_quant_algo")
     yield from _same("the KV cache's format", kv_format_of(scheme), kv_format_of(algorithm))
 
@@ -88,12 +76,8 @@ def e1_dtype(folder: Folder) -> Iterator[Finding]:
         said = next((part[key] for key in DTYPE_KEYS if part.get(key)), None)
         stored = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(said))
         if stored and found and stored not in found:
-            yield warning(
-                "E1",
-                "config.json",
-                f"says dtype {said}, and its unquantized weights are {', '.join(sorted(found))}: engines compute in {said}",
-                f"set dtype to what the weights are, or {_AGAIN}",
-            )
+            told = f"says dtype {said}, and its unquantized weights are {', '.join(sorted(found))}: engines compute in {said}"
+            yield warning("E1", "config.json", told, f"set dtype to what the weights are, or {_AGAIN}")
 
 
 def _plain_weight(folder: Folder, name: str, dtype: str) -> bool:
@@ -116,12 +100,8 @@ def _method(folder: Folder) -> Iterator[Finding]:
     wanted = named[0].name if len(named) == 1 else folder.layout.name
     known = (MODELOPT.name, "modelopt_fp4") if folder.layout is MODELOPT else (COMPRESSED_TENSORS.name,)
     if method not in known or wanted != folder.layout.name:
-        yield error(
-            "E1",
-            "config.json",
-            f"quant_method is {method!r}: vLLM does not know what to do with these tensors",
-            f'set it to "{wanted}"',
-        )
+        told = f"quant_method is {method!r}: vLLM does not know what to do with these tensors"
+        yield error("E1", "config.json", told, f'set it to "{wanted}"')
 
 
 def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
@@ -142,12 +122,8 @@ def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
         yield from _targets(folder, mapping(groups))
     untargeted = [m for m in folder.packed if not compressed_tensors_quantizes(m, folder.announced.targets, [])]
     if untargeted and folder.announced.targets:
-        yield error(
-            "E1",
-            "config.json",
-            f"no target of the config groups is or names {untargeted[0]}, which is packed ({len(untargeted)} modules)",
-            'set targets to ["Linear"]',
-        )
+        told = f"no target of the config groups is or names {untargeted[0]}, which is packed ({len(untargeted)} modules)"
+        yield error("E1", "config.json", told, 'set targets to ["Linear"]')
 
 
 def _format_of_group(folder: Folder, group: dict[str, Any]) -> str:
@@ -184,13 +160,11 @@ def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
         formats = {target: folder.announced_format(target) for target in targets}
         other = next((target for target in targets if formats[target] != formats[targets[0]]), None)
         if other:
-            yield error(
-                "E1",
-                other,
+            told = (
                 f"is {formats[other]} by quantized_layers, but a target of {name} with {targets[0]}, which "
-                f"is {formats[targets[0]]}",
-                _AGAIN,
+                f"is {formats[targets[0]]}"
             )
+            yield error("E1", other, told, _AGAIN)
 
 
 def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
@@ -232,12 +206,8 @@ def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
         yield from _size(_NESTED, nested.get("group_size"), "group_size" in nested, wanted)
     known = (*KV_FORMATS, "INT8", None)
     if nested.get("kv_cache_quant_algo") not in known:
-        yield error(
-            "E1",
-            _NESTED,
-            f"kv_cache_quant_algo is {nested['kv_cache_quant_algo']!r}, which no engine knows",
-            f"set it to null or {' or '.join(KV_FORMATS)}",
-        )
+        told = f"kv_cache_quant_algo is {nested['kv_cache_quant_algo']!r}, which no engine knows"
+        yield error("E1", _NESTED, told, f"set it to null or {' or '.join(KV_FORMATS)}")
 
 
 def _list_of_names(place: str, key: str, value: object, there: bool) -> Iterator[Finding]:
@@ -261,26 +231,22 @@ def _same_layers(outer: dict[str, Any], nested: dict[str, Any]) -> Iterator[Find
     """Listed the same in both places, and in one order, by which TensorRT-LLM finds a module."""
     for module in sorted({*outer, *nested}):
         if outer.get(module) != nested.get(module):
-            yield error(
-                "E1",
-                module,
+            told = (
                 f"quantized_layers of config.json gives it {outer.get(module)!r}, hf_quant_config.json "
-                f"{nested.get(module)!r}: vLLM and TensorRT-LLM would load it differently",
-                "make the two places equal",
+                f"{nested.get(module)!r}: vLLM and TensorRT-LLM would load it differently"
             )
+            yield error("E1", module, told, "make the two places equal")
 
 
 def e2_not_computed(folder: Folder) -> Iterator[Finding]:
     """Every key is one whose meaning is known here; an engine may compute more for another one."""
     unknown = folder.announced.not_computed
     if unknown:
-        yield warning(
-            "E2",
-            "config.json",
+        told = (
             f"asks for {', '.join(unknown[:4])}, which this checker does not know: not checked, "
-            "and the tensors alone are not the model",
-            "check it with the tool that made it",
+            "and the tensors alone are not the model"
         )
+        yield warning("E2", "config.json", told, "check it with the tool that made it")
 
 
 def e2_algorithm(folder: Folder) -> Iterator[Finding]:
@@ -289,46 +255,27 @@ def e2_algorithm(folder: Folder) -> Iterator[Finding]:
     if folder.algorithm is None:
         yield error("E2", "config.json", "names no quant_algo", f"set it to {_named()}, as the tensors are")
     elif folder.algorithm.startswith("FP8") and folder.layout is MODELOPT and folder.holds_blocks:
-        yield error(
-            "E2",
-            "config.json",
-            f"quant_algo is {folder.algorithm}, but modules are packed in blocks: the engine reads codes as FP8 weights",
-            f"set it to {_named(blocks=True)}, as the tensors are",
-        )
+        told = f"quant_algo is {folder.algorithm}, but modules are packed in blocks: the engine reads codes as FP8 weights"
+        yield error("E2", "config.json", told, f"set it to {_named(blocks=True)}, as the tensors are")
     elif folder.algorithm == MIXED and folder.layout is MODELOPT and not folder.announced.listed:
-        yield error(
-            "E2",
-            "config.json",
-            "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every layer unquantized",
-            f"list them, or set {_named(blocks=True)}, as the tensors are",
-        )
+        told = "quant_algo is MIXED_PRECISION, but there are no quantized_layers: vLLM runs every layer unquantized"
+        yield error("E2", "config.json", told, f"list them, or set {_named(blocks=True)}, as the tensors are")
     elif _unknown_algorithms(folder):
         module, algorithm = _unknown_algorithms(folder)[0]
         yield error("E2", module, f"quantized_layers gives it {algorithm!r}, which no engine knows", _AGAIN)
     elif unchecked_layers(folder):
         unknown = ", ".join(unchecked_layers(folder))
-        yield warning(
-            "E2",
-            "config.json",
-            f"quantized_layers has {unknown}, which this checker does not know: only files, index and metadata were checked",
-            "check it with the tool that made it",
-        )
+        told = f"quantized_layers has {unknown}, which this checker does not know: only files, index and metadata were checked"
+        yield warning("E2", "config.json", told, "check it with the tool that made it")
     elif said in FORMATS and folder.algorithm in FORMATS and said != folder.algorithm:
-        yield warning(
-            "E2",
-            "config.json",
+        told = (
             f"quant_algo is {said}, but no config group has input_activations: vLLM runs it as "
-            f"{folder.algorithm}, TensorRT-LLM waits for input scales",
-            f"set quant_algo to {folder.algorithm}",
-            "trtllm",
+            f"{folder.algorithm}, TensorRT-LLM waits for input scales"
         )
+        yield warning("E2", "config.json", told, f"set quant_algo to {folder.algorithm}", "trtllm")
     elif folder.algorithm not in checked():
-        yield warning(
-            "E2",
-            "config.json",
-            f"quant_algo {folder.algorithm} is not one this checker knows: only files, index and metadata were checked",
-            "check it with the tool that made it",
-        )
+        told = f"quant_algo {folder.algorithm} is not one this checker knows: only files, index and metadata were checked"
+        yield warning("E2", "config.json", told, "check it with the tool that made it")
 
 
 def _named(blocks: bool = False) -> str:

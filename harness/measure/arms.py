@@ -68,21 +68,21 @@ class Measuring:
         for subject in missing:
             subject.write(self._path("fidelity", subject), found[subject.arm], started)
 
-    def accuracy(self) -> None:
-        section = self.section.accuracy
+    def accuracy(self, again: bool = False) -> None:
+        section, first = self.section.accuracy, next(iter(self.subjects.values()))
         if section is None:
             return
-        first = next(iter(self.subjects.values()))
         scoring = Scoring.of(section, first.seed)
-        for subject in self._missing("accuracy", accuracy.settings(scoring, first.dtype)):
-            self.say(f"   {subject.arm}: {scoring.label}")
-            started, path = time.monotonic(), self._path("accuracy", subject)
-            if subject.device.startswith("cuda"):
+        for subject in self._missing("accuracy", accuracy.settings(scoring, first.dtype), again):
+            self.say(f"   {subject.arm}{' again' if again else ''}: {scoring.label}")
+            started, path = time.monotonic(), self._path("accuracy", subject, again)
+            if subject.device.startswith("cuda") and not again:
                 for loaded in self.subjects.values():
                     loaded.release()
                 accuracy.record_apart(subject, section, path)
                 continue
-            subject.write(path, accuracy.measure(subject, scoring, path), started)
+            measure = accuracy.measure_again if again else accuracy.measure
+            subject.write(path, measure(subject, scoring, path), started)
             finished(path)
 
     def throughput(self) -> None:
@@ -106,7 +106,7 @@ class Measuring:
         if choice is None:
             return False
         plan = Plan([section.batch], [section.input_tokens], [section.output_tokens], section.repeats, seed=first.seed)
-        serving = throughput.Serving(choice.name, choice.python, first.dtype, choice.max_model_len, choice.options)
+        serving = throughput.Serving(choice.name, dtype=first.dtype)
         settings = throughput.serving_settings(plan, serving)
         if not self._missing("serving", settings):
             return True
@@ -125,37 +125,22 @@ class Measuring:
 
     def noise_floor(self) -> None:
         """BF16 and NVFP4 (the PTQ arm) a second time, under conditions that should not matter."""
-        if self.section.noise_floor:
-            self._accuracy_again()
-            self._fidelity_again()
-
-    def _accuracy_again(self) -> None:
-        section, first = self.section.accuracy, next(iter(self.subjects.values()))
-        if section is None:
+        if not self.section.noise_floor:
             return
-        scoring = Scoring.of(section, first.seed)
-        for subject in self._missing("accuracy", accuracy.settings(scoring, first.dtype), again=True):
-            self.say(f"   {subject.arm} again: {scoring.label}")
-            path, started = self._path("accuracy", subject, again=True), time.monotonic()
-            subject.write(path, accuracy.measure_again(subject, scoring, path), started)
-            finished(path)
-
-    def _fidelity_again(self) -> None:
-        section = self.section.fidelity
-        if section is None:
+        self.accuracy(again=True)
+        if self.section.fidelity is None:
             return
-        text, settings = self._test_text(section)
+        text, settings = self._test_text(self.section.fidelity)
         for subject in self._missing("fidelity", settings, again=True):
             started = time.monotonic()
-            found = fidelity.measure_again(subject, section, text, settings)
+            found = fidelity.measure_again(subject, self.section.fidelity, text, settings)
             subject.write(self._path("fidelity", subject, again=True), found, started)
 
     # --- which records are missing ---
 
     def _test_text(self, section: Fidelity) -> tuple[Sequences, dict[str, Any]]:
         teacher = self.subjects[fidelity.TEACHER]
-        tokenizer = teacher.tokenizer
-        return test_sequences(section, self.text(), tokenizer, teacher.seed, teacher.source, teacher.dtype)
+        return test_sequences(section, self.text(), teacher.tokenizer, teacher.seed, teacher.source, teacher.dtype)
 
     def _path(self, kind: str, subject: Subject, again: bool = False) -> Path:
         return self.out / "measure" / (f"{subject.arm}-again" if again else subject.arm) / f"{kind}.json"

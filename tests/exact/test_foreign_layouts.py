@@ -83,13 +83,13 @@ def test_a_folder_of_another_tool_is_converted_and_back(made_by: str, tiny_llama
     convert(tmp_path / "there", own.name, tmp_path / "back")
     theirs, there, back = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "there", tmp_path / "back"))
     assert theirs.keys() == back.keys()
-    modules = [name.removesuffix(f".{own.codes}") for name in theirs if name.endswith(own.block_scale)]
-    modules = [name.removesuffix(f".{own.block_scale}") for name in modules]
+    block_scale, *scalars = own.leaves_of()[1:]
+    modules = [name.removesuffix(f".{block_scale}") for name in theirs if name.endswith(f".{block_scale}")]
     assert len(modules) == 14
     for module in modules:
-        for leaf, renamed in zip(own.leaves, other.leaves, strict=True):
+        for leaf, renamed in zip(own.leaves_of(), other.leaves_of(), strict=True):
             before, between, after = theirs[f"{module}.{leaf}"], there[f"{module}.{renamed}"], back[f"{module}.{leaf}"]
-            if leaf in own.scales[1:]:
+            if leaf in scalars:
                 assert torch.equal(between.reshape(()), 1 / before.reshape(()))
                 assert int((before.view(torch.int32) - after.view(torch.int32)).abs().max()) <= 1
             else:

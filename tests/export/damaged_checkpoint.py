@@ -76,6 +76,23 @@ class Checkpoint:
         return LAYOUTS[self.json[CONFIG]["quantization_config"]["quant_method"]]
 
     @property
+    def codes(self) -> str:
+        """Last part of NVFP4's names, as the next three."""
+        return self.layout.leaves_of()[0]
+
+    @property
+    def block_scale(self) -> str:
+        return self.layout.leaves_of()[1]
+
+    @property
+    def global_scale(self) -> str:
+        return self.layout.leaves_of()[2]
+
+    @property
+    def input_scale(self) -> str:
+        return self.layout.leaves_of()[3]
+
+    @property
     def names(self) -> list[str]:
         return sorted(name for tensors in self.files.values() for name in tensors)
 
@@ -86,7 +103,7 @@ class Checkpoint:
     @property
     def modules(self) -> list[str]:
         """Those in 4 bits."""
-        return self._modules(torch.float8_e4m3fn, f".{self.layout.block_scale}")
+        return self._modules(torch.float8_e4m3fn, f".{self.block_scale}")
 
     @property
     def eight_bit_modules(self) -> list[str]:
@@ -145,7 +162,7 @@ def anything(c: Checkpoint) -> bool:
 
 
 def inputs(c: Checkpoint) -> bool:
-    return any(c.has(f"{module}.{c.layout.input_scale}") for module in c.modules)
+    return any(c.has(f"{module}.{c.input_scale}") for module in c.modules)
 
 
 def no_inputs(c: Checkpoint) -> bool:

@@ -39,7 +39,7 @@ def byte(*values: int) -> How:
 
 def scale_of_four_bits(c: Checkpoint, r: random.Random) -> None:
     module = r.choice(c.eight_bit_modules)
-    c.put(f"{module}.{c.layout.global_scale}", torch.ones(c.layout.scalar), beside=f"{module}.weight")
+    c.put(f"{module}.{c.global_scale}", torch.ones(c.layout.scalar), beside=f"{module}.weight")
 
 
 def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
@@ -65,7 +65,7 @@ def swapped_for_four_bits(c: Checkpoint, r: random.Random) -> None:
     module, other = r.choice(c.eight_bit_modules), r.choice(c.modules)
     for leaf in ("weight", "weight_scale", "input_scale"):
         c.drop(f"{module}.{leaf}")
-    for leaf in c.layout.leaves:
+    for leaf in c.layout.leaves_of():
         c.put(f"{module}.{leaf}", c.get(f"{other}.{leaf}"), beside=f"{other}.{leaf}")
 
 

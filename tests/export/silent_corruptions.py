@@ -11,14 +11,14 @@ from tensor_corruptions import change_whole_group, plain_names
 
 
 def one_code(c: Checkpoint, r: random.Random) -> None:
-    name = f"{r.choice(c.modules)}.{c.layout.codes}"
+    name = f"{r.choice(c.modules)}.{c.codes}"
     codes = c.get(name)
     codes.view(-1)[r.randrange(codes.numel())] ^= 1 << r.randrange(8)
     c.put(name, codes)
 
 
 def one_block_scale(c: Checkpoint, r: random.Random) -> None:
-    name = f"{r.choice(c.modules)}.{c.layout.block_scale}"
+    name = f"{r.choice(c.modules)}.{c.block_scale}"
     scale = c.get(name)
     flat = scale.view(torch.uint8).view(-1)
     place = r.randrange(flat.numel())
@@ -27,13 +27,13 @@ def one_block_scale(c: Checkpoint, r: random.Random) -> None:
 
 
 def nibbles_swapped(c: Checkpoint, r: random.Random) -> None:
-    name = f"{r.choice(c.modules)}.{c.layout.codes}"
+    name = f"{r.choice(c.modules)}.{c.codes}"
     codes = c.get(name)
     c.put(name, (codes >> 4) | (codes << 4))
 
 
 def rows_swapped(c: Checkpoint, r: random.Random) -> None:
-    name = f"{r.choice(c.modules)}.{r.choice([c.layout.codes, c.layout.block_scale])}"
+    name = f"{r.choice(c.modules)}.{r.choice([c.codes, c.block_scale])}"
     tensor = c.get(name)
     bytes_ = tensor.view(torch.uint8)
     i, j = r.sample(range(len(tensor)), 2)
@@ -46,9 +46,9 @@ def rows_swapped(c: Checkpoint, r: random.Random) -> None:
 def layers_swapped(c: Checkpoint, r: random.Random) -> None:
     a = r.choice([m for m in c.modules if "layers.0." in m])
     b = a.replace("layers.0.", "layers.1.")
-    left, right = (c.get(f"{m}.{c.layout.codes}") for m in (a, b))
-    c.put(f"{a}.{c.layout.codes}", right)
-    c.put(f"{b}.{c.layout.codes}", left)
+    left, right = (c.get(f"{m}.{c.codes}") for m in (a, b))
+    c.put(f"{a}.{c.codes}", right)
+    c.put(f"{b}.{c.codes}", left)
 
 
 def norm_changed(c: Checkpoint, r: random.Random) -> None:

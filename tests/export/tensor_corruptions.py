@@ -59,23 +59,23 @@ def of_fused(role: str, how: How) -> Kind:
 def byte(value: int, only_over_codes: bool = False) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
         module = r.choice(c.modules)
-        scale = c.get(f"{module}.{c.layout.block_scale}")
-        codes = c.get(f"{module}.{c.layout.codes}").view(-1, 8)
+        scale = c.get(f"{module}.{c.block_scale}")
+        codes = c.get(f"{module}.{c.codes}").view(-1, 8)
         places = range(scale.numel())
         if only_over_codes:
             places = [i for i in places if (codes[i] & 0x77).any()]  # type: ignore[assignment]
         scale.view(torch.uint8).view(-1)[r.choice(places)] = value
-        c.put(f"{module}.{c.layout.block_scale}", scale)
+        c.put(f"{module}.{c.block_scale}", scale)
 
     return kind
 
 
 def to_bf16(c: Checkpoint, r: random.Random, module: str | None = None) -> None:
     module = module or r.choice(c.modules)
-    packed = c.get(f"{module}.{c.layout.codes}")
+    packed = c.get(f"{module}.{c.codes}")
     weight = torch.ones(packed.shape[0], packed.shape[1] * 2, dtype=torch.bfloat16)
-    c.put(f"{module}.weight", weight, beside=f"{module}.{c.layout.block_scale}")
-    for leaf in c.layout.leaves:
+    c.put(f"{module}.weight", weight, beside=f"{module}.{c.block_scale}")
+    for leaf in c.layout.leaves_of():
         if c.has(f"{module}.{leaf}") and leaf != "weight":
             c.drop(f"{module}.{leaf}")
 
@@ -86,7 +86,7 @@ def fused_member_to_bf16(c: Checkpoint, r: random.Random) -> None:
 
 def whole_module_lost(c: Checkpoint, r: random.Random) -> None:
     module = r.choice(c.modules)
-    for leaf in c.layout.leaves:
+    for leaf in c.layout.leaves_of():
         if c.has(f"{module}.{leaf}"):
             c.drop(f"{module}.{leaf}")
 
@@ -100,7 +100,7 @@ def renamed(c: Checkpoint, r: random.Random) -> None:
 
 def input_scale_in_w4a16(c: Checkpoint, r: random.Random) -> None:
     module, scale = r.choice(c.modules), torch.full(c.layout.scalar, 0.5)
-    c.put(f"{module}.{c.layout.input_scale}", scale, beside=f"{module}.{c.layout.block_scale}")
+    c.put(f"{module}.{c.input_scale}", scale, beside=f"{module}.{c.block_scale}")
 
 
 def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
@@ -108,22 +108,22 @@ def leaked_buffer(c: Checkpoint, r: random.Random) -> None:
     c.put(
         f"{module}.{r.choice(['_amax', 'weight_quantizer._amax2'.replace('.', '_'), 'pre_quant_scale'])}",
         torch.ones(1),
-        beside=f"{module}.{c.layout.block_scale}",
+        beside=f"{module}.{c.block_scale}",
     )
 
 
 def tensor_of_the_other_layout(c: Checkpoint, r: random.Random) -> None:
     other = COMPRESSED_TENSORS if c.layout is MODELOPT else MODELOPT
     module = r.choice(c.modules)
-    leaf = r.choice([leaf for leaf in other.leaves if leaf not in c.layout.leaves])
-    c.put(f"{module}.{leaf}", torch.ones(other.scalar), beside=f"{module}.{c.layout.block_scale}")
+    leaf = r.choice([leaf for leaf in other.leaves_of() if leaf not in c.layout.leaves_of()])
+    c.put(f"{module}.{leaf}", torch.ones(other.scalar), beside=f"{module}.{c.block_scale}")
 
 
 def modules_swapped(c: Checkpoint, r: random.Random) -> None:
     """gate/up and down have transposed shapes."""
     down = r.choice([m for m in c.modules if m.endswith("down_proj")])
     up = down.replace("down_proj", "up_proj")
-    for leaf in c.layout.leaves:
+    for leaf in c.layout.leaves_of():
         a, b = f"{down}.{leaf}", f"{up}.{leaf}"
         if c.has(a):
             left, right = c.get(a), c.get(b)
@@ -162,8 +162,8 @@ def set_one(value: float) -> How:
 def scales_on_an_excluded_module(c: Checkpoint, r: random.Random) -> None:
     name = r.choice(["lm_head", "model.embed_tokens"])
     beside = next(n for n in c.names if n.startswith("model.embed_tokens"))
-    leaf = r.choice(c.layout.scales)
-    scale = torch.ones(512, 4).to(torch.float8_e4m3fn) if leaf == c.layout.block_scale else torch.ones(c.layout.scalar)
+    leaf = r.choice(c.layout.leaves_of()[1:])
+    scale = torch.ones(512, 4).to(torch.float8_e4m3fn) if leaf == c.block_scale else torch.ones(c.layout.scalar)
     c.put(f"{name}.{leaf}", scale, beside=beside)
 
 

@@ -119,7 +119,7 @@ def test_transformers_loads_the_same_codes_and_scales_and_decompresses_to_the_sa
     assert not report["unexpected_keys"]
     state = packed.state_dict()
     for module in selection.modules:
-        for leaf in COMPRESSED_TENSORS.leaves[: 4 if selection.quantizes_activations else 3]:
+        for leaf in COMPRESSED_TENSORS.leaves_of()[: 4 if selection.quantizes_activations else 3]:
             loaded = state[f"{module}.{leaf}"]
             assert loaded.dtype == ours[f"{module}.{leaf}"].dtype
             assert as_bytes(loaded) == as_bytes(ours[f"{module}.{leaf}"])
@@ -127,7 +127,7 @@ def test_transformers_loads_the_same_codes_and_scales_and_decompresses_to_the_sa
     model = AutoModelForCausalLM.from_pretrained(compressed, dtype=torch.bfloat16, quantization_config=decompress)
     different = 0
     for module in selection.modules:
-        q = nvfp4.QuantizedTensor(*(stored[f"{module}.{leaf}"] for leaf in MODELOPT.leaves[:3]))
+        q = nvfp4.QuantizedTensor(*(stored[f"{module}.{leaf}"] for leaf in MODELOPT.leaves_of()[:3]))
         expected, weight = nvfp4.dequantize(q, torch.bfloat16), model.get_parameter(f"{module}.weight").detach()
         steps = (expected.view(torch.int16).int() - weight.view(torch.int16).int()).abs()
         assert int(steps[expected != 0].max()) <= 1  # the library divides by the reciprocal: the last FP32 bit may differ

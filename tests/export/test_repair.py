@@ -106,7 +106,7 @@ def test_what_the_tensors_tell_is_repaired(valid: Valid, kind: str, layout: str,
 @pytest.mark.parametrize("value", [0x7F, 0xFF, 0xB8])
 def test_nan_scales_of_zero_blocks_become_what_the_exporter_writes(valid: Valid, layout: str, value: int, tmp_path: Path) -> None:
     def kind(c: Checkpoint, r: random.Random) -> None:
-        name = f"model.layers.1.mlp.up_proj.{c.layout.block_scale}"
+        name = f"model.layers.1.mlp.up_proj.{c.block_scale}"
         scale = c.get(name)
         scale.view(torch.uint8)[5, 0] = value
         c.put(name, scale)
@@ -134,7 +134,7 @@ def test_wildcards_become_full_names(valid: Valid, tmp_path: Path) -> None:
 def test_a_leaked_buffer_is_left_out_and_the_index_follows(valid: Valid, tmp_path: Path) -> None:
     def kind(c: Checkpoint, r: random.Random) -> None:
         module = r.choice(c.modules)
-        c.put(f"{module}._amax", torch.ones(1), beside=f"{module}.{c.layout.codes}")
+        c.put(f"{module}._amax", torch.ones(1), beside=f"{module}.{c.codes}")
 
     original, _ = valid["compressed-tensors"]
     done = repair(damaged(original, kind, tmp_path / "damaged"), tmp_path / "out")
