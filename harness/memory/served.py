@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +18,28 @@ from harness.records.record import Engine, MemoryData
 READY_S = 3600  # large models load for long; an engine that fails ends by itself
 
 
-def measure_served_memory(
-    folder: Path,
-    engine: str,
-    *,
-    log: Path,
-    python: str | None = None,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    options: Sequence[str] = (),
-) -> tuple[MemoryData, Engine]:
-    """Serve `folder` once, ask, and stop. On a CPU nothing is compiled: the memory is the same, and it starts sooner.
+def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
+    """Memory from the files alone; or with what an engine says, which serves the folder once for it. On a CPU nothing is
+    compiled: the memory is the same, and it starts sooner.
 
     Raises UsageError, EngineError as `serve` does; SourceError, BrokenCheckpointError as `measure_memory` does.
     """
     data = measure_memory(folder)
-    interpreter = engine_python(engine, python)
-    row = engine_named(engine)
-    eager = row.eager if row.plugin and not installed(engine, interpreter).gpus else ()
+    if choice is None:
+        return data, FILES
+    interpreter, row = engine_python(choice.name, choice.python), engine_named(choice.name)
+    eager = row.eager if row.plugin and not installed(choice.name, interpreter).gpus else ()
     with serve(
-        engine,
+        choice.name,
         folder,
         log=log,
         python=str(interpreter),
         dtype=dtype,
-        max_model_len=max_model_len,
-        options=[*eager, *options],
+        max_model_len=choice.max_model_len,
+        options=[*eager, *choice.options],
         ready_s=READY_S,
     ) as server:
         return dataclasses.replace(data, serving=server.facts), server.engine
-
-
-def memory_of(folder: Path, choice: EngineChoice | None, log: Path, dtype: str = "auto") -> tuple[MemoryData, Engine]:
-    """Memory from the files alone, or with what the engine says that serves them."""
-    if choice is None:
-        return measure_memory(folder), FILES
-    return measure_served_memory(
-        folder,
-        choice.name,
-        log=log,
-        python=choice.python,
-        dtype=dtype,
-        max_model_len=choice.max_model_len,
-        options=choice.options,
-    )
 
 
 def memory_settings(choice: EngineChoice | None) -> dict[str, Any]:
