@@ -31,7 +31,8 @@ def ratio_of_sums(top: Floats, bottom: Floats, cluster: Ints, *, log: bool) -> E
         return Estimate(value, None, None, n, groups, "none", "one cluster: no interval")
     totals = np.stack([cluster_totals(top, cluster), cluster_totals(bottom, cluster)], axis=1)
     products = np.stack([totals[:, 0] ** 2, totals[:, 0] * totals[:, 1], totals[:, 1] ** 2], axis=1)
-    spread = float(_ratio_and_error(totals.sum(0)[None], products.sum(0)[None], groups)[1][0])
+    residual = totals[:, 0] - value * totals[:, 1]
+    spread = math.sqrt(float((residual**2).sum()) * groups / (groups - 1)) / abs(float(totals[:, 1].sum()))
     if spread <= 1e-12 * max(1.0, abs(value)):
         return Estimate(value, value, value, n, groups, "none needed", "every cluster gives the same value")
     sums = resampled_sums(np.concatenate([totals, products], axis=1), stream=0)
