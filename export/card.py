@@ -43,7 +43,7 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
     front = _front_matter(arm, layout)
     made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
     text = (
-        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {markdown_text(front['model_name'])}\n\n"
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {markdown_text(str(front['model_name']))}\n\n"
         f"{markdown_text(arm.source.display_name)} {made} with nvfp4-qad: {_formats(arm.selection)}; everything else is BF16. "
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
@@ -60,7 +60,7 @@ def _formats(selection: Selection) -> str:
     return "; ".join(f"{len(sizes)} Linears, {sum(sizes):,} weights {kind}" for kind, sizes in kinds.items() if sizes)
 
 
-def with_recovery(card: str, table: str, model_index: list[dict[str, Any]] | None = None) -> str:
+def with_recovery(card: str, table: str, model_index: list[dict[str, object]] | None = None) -> str:
     """A card of this tool with the recovery table as its last section, in place of an earlier one. Another's card is left
     alone.
 
@@ -81,7 +81,7 @@ def name_of(card: str) -> str:
     return str(_parts(card)[0].get("model_name", ""))
 
 
-def _parts(card: str) -> tuple[dict[str, Any], str]:
+def _parts(card: str) -> tuple[dict[str, object], str]:
     """Front matter and text; the former is {} where an owner's edit left none that can be read."""
     found = _FRONT.match(card)
     try:
@@ -91,10 +91,10 @@ def _parts(card: str) -> tuple[dict[str, Any], str]:
     return (facts, card[found.end() :]) if found and isinstance(facts, dict) else ({}, card)
 
 
-def _front_matter(arm: Arm, layout: Layout) -> dict[str, Any]:
+def _front_matter(arm: Arm, layout: Layout) -> dict[str, object]:
     assert arm.selection is not None
     card, name = arm.source.card, arm.source.display_name
-    front: dict[str, Any] = {"model_name": f"{name}, {arm.selection.algorithm} ({arm.name.upper()})"}
+    front: dict[str, object] = {"model_name": f"{name}, {arm.selection.algorithm} ({arm.name.upper()})"}
     # The hub refuses a base_model that is no hub name.
     base = [name] if _is_hub_name(name) else [base for base in _list(card.get("base_model")) if _is_hub_name(base)]
     if base:
@@ -164,7 +164,7 @@ def _is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 
-def _visible(value: Any) -> Any:
+def _visible(value: object) -> Any:
     """Front matter of another card, its text on visible lines."""
     if isinstance(value, dict):
         return {clean(key): _visible(part) for key, part in value.items()}
@@ -173,7 +173,7 @@ def _visible(value: Any) -> Any:
     return clean(value, _TEXT, lines=True) if isinstance(value, str) else value
 
 
-def _list(value: Any) -> list[str]:
+def _list(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
     return [str(item) for item in value] if isinstance(value, list) else []

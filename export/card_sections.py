@@ -20,7 +20,7 @@ SERVE = "\n## Serve\n"
 _SECTIONS = ("quantize", "calibrate", "train")
 
 
-def serve_section(layout: Layout, formats: Collection[str], config: Mapping[str, Any], kv_format: str | None) -> str:
+def serve_section(layout: Layout, formats: Collection[str], config: Mapping[str, object], kv_format: str | None) -> str:
     """formats: of its modules. config: config.json. kv_format: of the KV cache it announces."""
     code = "auto_map" in config
     vllm = ["vllm serve .", *[f"--kv-cache-dtype {str(kv_format).lower()}"] * bool(kv_format), *["--trust-remote-code"] * code]
@@ -73,7 +73,7 @@ def _names(data: Any) -> str:
     return ", ".join(found) or "text"
 
 
-def _without_places(value: Any) -> Any:
+def _without_places(value: object) -> Any:
     """Paths by their last name alone: a card is for others."""
     if isinstance(value, dict):
         return {k: PurePath(v).name if k == "path" and isinstance(v, str) else _without_places(v) for k, v in value.items()}

@@ -202,7 +202,7 @@ def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str
     done += _differences("quantization_config", before, merged)
     if nested is not None:
         old = folder.nested or {}
-        done += _differences(NESTED, folder.announced.inner, nested["quantization"])
+        done += _differences(NESTED, folder.announced.inner, mapping(nested["quantization"]))
         nested = {**nested, **{key: value for key, value in old.items() if key != "quantization"}}
     elif folder.nested is not None:
         done.append(f"left out {NESTED}, which belongs to another layout")

@@ -10,8 +10,6 @@ that is left out has the library's default, which is 8-bit integers: all of them
 
 from __future__ import annotations
 
-from typing import Any
-
 from export.layouts.layout import COMPRESSED_TENSORS
 from export.layouts.scheme import Scheme
 from qad.model.families import DEFAULT
@@ -30,13 +28,13 @@ def format_names() -> frozenset[str]:
     return frozenset(map(format_name, (*FORMATS, MIXED)))
 
 
-def numbers(format: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def numbers(format: str) -> tuple[dict[str, object], dict[str, object] | None]:
     """`weights` and `input_activations` of a config group; None: inputs are left alone."""
     own = COMPRESSED_TENSORS.of(format)
     return dict(own.weights), dict(own.inputs) if FORMATS[format].quantizes_inputs else None
 
 
-def quantization_config(scheme: Scheme) -> dict[str, Any]:
+def quantization_config(scheme: Scheme) -> dict[str, object]:
     """`quantization_config` of config.json."""
     heads = [module for module in scheme.layers if DEFAULT.never.get(module.rpartition(".")[2]) == "output head"]
     groups = {scheme.algorithm: ["Linear", *heads]}
@@ -53,7 +51,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _group(format: str, targets: list[str]) -> dict[str, Any]:
+def _group(format: str, targets: list[str]) -> dict[str, object]:
     weights, inputs = numbers(format)
     return {
         "format": format_name(format),

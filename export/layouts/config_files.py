@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from export.layouts import compressed_tensors, modelopt
 from export.layouts.layout import COMPRESSED_TENSORS, Layout
@@ -16,14 +15,14 @@ INDEX = "model.safetensors.index.json"
 DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers' name since version 5, and before
 
 
-def quantization_blocks(layout: Layout, scheme: Scheme) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def quantization_blocks(layout: Layout, scheme: Scheme) -> tuple[dict[str, object], dict[str, object] | None]:
     """`quantization_config` of config.json, and hf_quant_config.json (None: the layout has none)."""
     if layout is COMPRESSED_TENSORS:
         return compressed_tensors.quantization_config(scheme), None
     return modelopt.quantization_config(scheme), modelopt.hf_quant_config(scheme)
 
 
-def write_config_files(folder: Path, config: dict[str, Any], layout: Layout, scheme: Scheme) -> None:
+def write_config_files(folder: Path, config: dict[str, object], layout: Layout, scheme: Scheme) -> None:
     """config: the model's own config.json; a quantization block in it is replaced."""
     outer, nested = quantization_blocks(layout, scheme)
     write_json(folder / CONFIG, {**config, "quantization_config": outer})
@@ -31,7 +30,7 @@ def write_config_files(folder: Path, config: dict[str, Any], layout: Layout, sch
         write_json(folder / NESTED, nested)
 
 
-def in_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
+def in_bfloat16(config: dict[str, object]) -> dict[str, object]:
     """The source's config.json for what was exported from it: engines compute in the dtype that it names, and the tensors are
     BF16 now, whatever they were."""
     said = {key: "bfloat16" for key in DTYPE_KEYS if config.get(key)}
@@ -39,7 +38,7 @@ def in_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(said or {"dtype": "bfloat16"}), **parts}
 
 
-def _says_dtype(part: dict[str, Any]) -> bool:
+def _says_dtype(part: dict[str, object]) -> bool:
     return any(part.get(key) for key in DTYPE_KEYS)
 
 
@@ -48,6 +47,6 @@ def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> No
     write_json(folder / INDEX, index)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, object]) -> None:
     """On disk when this returns."""
     write_whole_json(path, value, indent=4)

@@ -96,9 +96,9 @@ class Journal:
     cut short is passed over.
     """
 
-    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, identity: Mapping[str, object]) -> None:
         self._identity = digest_of(dict(identity))
-        self._found: dict[str, Any] = dict(_lines(path)) if path is not None and path.is_file() else {}
+        self._found: dict[str, object] = dict(_lines(path)) if path is not None and path.is_file() else {}
         self._path = path
         self._file: TextIO | None = None
 
@@ -112,7 +112,7 @@ class Journal:
     def __getitem__(self, key: str) -> Any:
         return self._found[key]
 
-    def put(self, key: str, value: Any, keep: bool = True) -> None:
+    def put(self, key: str, value: object, keep: bool = True) -> None:
         """keep: also in the file; what is not kept is asked again after an interruption."""
         self._found[key] = value
         if self._path is None or not keep:

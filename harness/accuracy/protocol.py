@@ -38,7 +38,7 @@ def require_room(name: str, task: Any, lm: Any) -> None:
         )
 
 
-def protocol(name: str, task: Any, lm: Any, samples: list[dict[str, Any]], think_end: str | None = None) -> dict[str, Any]:
+def protocol(name: str, task: Any, lm: Any, samples: list[dict[str, Any]], think_end: str | None = None) -> dict[str, object]:
     """Facts of a task as it was run, plain JSON. Raises DataError for a prompt that begins with two BOS tokens.
 
     first_ids is [] where the engine alone knows the tokens: a server that is sent conversations.
@@ -48,7 +48,7 @@ def protocol(name: str, task: Any, lm: Any, samples: list[dict[str, Any]], think
     bos = getattr(lm.tokenizer, "bos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         raise DataError(f"task {name}: prompts begin with two BOS tokens: take the BOS out of the task's text or template")
-    facts: dict[str, Any] = {"output_type": task.OUTPUT_TYPE, "chat_template": None, "first_ids": ids}
+    facts: dict[str, object] = {"output_type": task.OUTPUT_TYPE, "chat_template": None, "first_ids": ids}
     if task.OUTPUT_TYPE == "generate_until":
         facts["generation"] = dict(task.get_config("generation_kwargs") or {})
         facts["think_end"] = think_end

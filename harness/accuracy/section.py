@@ -33,7 +33,8 @@ class Scoring:
     suite: Suite
     places: Places
     batch_size: int
-    settings: dict[str, Any]
+    settings: dict[str, object]
+    seed: int
 
     @classmethod
     def of(cls, section: Accuracy, seed: int) -> Scoring:
@@ -54,7 +55,7 @@ class Scoring:
             settings["suite"] = suite.model_dump(mode="json", exclude_defaults=True)
         if suite.think_end:
             settings["think_end"] = suite.think_end
-        return cls(suite, places, section.batch_size, {**settings, "seed": seed})
+        return cls(suite, places, section.batch_size, {**settings, "seed": seed}, seed)
 
     def require_data(self) -> None:
         """Find data that is not here before a model is loaded. Raises DataError."""
@@ -93,7 +94,7 @@ class ServerChoice:
         )
 
 
-def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path) -> AccuracyData:
+def score(backend: Any, scoring: Scoring, identity: dict[str, object], record: Path) -> AccuracyData:
     """Score a back-end; write the samples beside `record` and say so in the data.
 
     identity: of weights and engine, everything that answers depend on beside the request.
@@ -107,7 +108,7 @@ def score(backend: Any, scoring: Scoring, identity: dict[str, Any], record: Path
 
         try:
             measured = measure_suite(
-                backend, scoring.suite, scoring.places, seed=scoring.settings["seed"], journal=journal, progress=progress
+                backend, scoring.suite, scoring.places, seed=scoring.seed, journal=journal, progress=progress
             )
         finally:
             journal.close()

@@ -21,7 +21,7 @@ task file, then in the folder that is given as data.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 
@@ -46,7 +46,7 @@ class Generation(Strict):
     until: list[str] | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, object]:
         """Settings that are given, under lm-eval's names."""
         found = self.model_dump(exclude_none=True)
         if "temperature" in found:

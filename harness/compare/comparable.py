@@ -81,7 +81,7 @@ def _settings(record: Record) -> Facts:
     return facts
 
 
-def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: object) -> Iterator[tuple[str, Any]]:
     """Nested settings, one by one: (a.b.c, value), by name."""
     if isinstance(value, Mapping):
         for key in sorted(value):
@@ -102,7 +102,7 @@ def _differences(a: Facts, b: Facts) -> Iterator[tuple[str, Any, Any]]:
             yield f"{task}: {name}" if task else name, x, y
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -24,6 +24,7 @@ from harness.records.comparison import BenchmarkRow, Estimate
 from harness.records.record import PublishedScore, Record, ScoresData
 from harness.statistics.intervals import Floats, Z
 from harness.statistics.resampling import RESAMPLES, SEED
+from qad.untrusted import count
 
 WITHIN = 0.5
 NO_ITEMS = np.zeros(0, dtype=np.int64)
@@ -93,7 +94,7 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         task=first.task,
         metric=first.metric,
         filter=first.filter,
-        n_shot=settings.get("n_shot"),
+        n_shot=count(settings.get("n_shot")),
         higher_is_better=first.higher_is_better,
         chance=None if first.chance is None else first.chance / first.maximum,
         n=first.items or 0,
@@ -102,7 +103,7 @@ def _row(scores: Mapping[str, PublishedScore], stream: int, headline: bool, note
         recovery=recovery,
         recovery_above_chance=above,
         flips={},
-        limit=settings.get("limit"),
+        limit=count(settings.get("limit")),
         headline=headline,
         imported=True,
         doubt=doubt,

@@ -136,8 +136,8 @@ _FOLDED = ("median_recovery", "fidelity", "kl_ratio", "perplexity_gap_closed", "
 _OF_ONE = ("throughput_ratio", "memory_ratio", "failure_share", "serving_ratio", "noise_floor", "sources")
 
 
-def _first(found: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def _first(found: list[dict[str, object]]) -> dict[str, object]:
+    merged: dict[str, object] = {}
     for part in found:
         merged = {**part, **merged}
     return merged

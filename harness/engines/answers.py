@@ -15,7 +15,7 @@ _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 LARGEST = 256 * 2**20  # bytes of an answer
 
 
-def ask(url: str, payload: Any = None, *, timeout_s: float = 10.0, proxied: bool = False) -> bytes:
+def ask(url: str, payload: object = None, *, timeout_s: float = 10.0, proxied: bool = False) -> bytes:
     """The body that a GET, or a POST of `payload` as JSON, is answered with. proxied: by the environment's proxy, if any.
 
     Raises OSError where nothing answers with success in HTTP, ValueError for an answer that is too large.
@@ -33,7 +33,7 @@ def ask(url: str, payload: Any = None, *, timeout_s: float = 10.0, proxied: bool
     return found
 
 
-def ask_json(url: str, payload: Any = None, *, timeout_s: float = 10.0, proxied: bool = False) -> Any:
+def ask_json(url: str, payload: object = None, *, timeout_s: float = 10.0, proxied: bool = False) -> Any:
     """The same, read. Raises ValueError for what is no JSON as well."""
     return strict_json(ask(url, payload, timeout_s=timeout_s, proxied=proxied))
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -60,7 +59,7 @@ def job(
     dtype: str = "float32",
     eager: bool = True,
     layers: dict[str, Tensor] | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: dict[str, object] | None = None,
 ) -> Job:
     """A question about `folder`. `layers`: inputs [t, K] by the checkpoint's name of a Linear. Files go beside `out`."""
     inputs = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.records.record import Data, Engine, Record, from_json, to_json
 from qad import provenance
@@ -27,7 +26,7 @@ def require_one_model(models: Iterable[tuple[Path, str]], remedy: str) -> None:
 def imported_record(
     arm: str,
     data: Data,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     engine: str,
     files: list[Path],
     form: str,

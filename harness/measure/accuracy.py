@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import time
 from pathlib import Path
-from typing import Any
 
 from harness.accuracy.section import Scoring, ServerChoice, finished, score, score_loaded
 from harness.measure.own_process import run_apart
@@ -19,7 +18,7 @@ SAMPLES_APART = 10_000  # more than any suite has samples an item
 OTHER_ATTENTION = "eager"  # transformers' own choice is sdpa wherever a model has it
 
 
-def settings(scoring: Scoring, dtype: str) -> dict[str, Any]:
+def settings(scoring: Scoring, dtype: str) -> dict[str, object]:
     return {**scoring.settings, "dtype": dtype}
 
 
@@ -35,10 +34,11 @@ def measure(subject: Subject, scoring: Scoring, record: Path, server: ServerChoi
 
 def measure_again(subject: Subject, scoring: Scoring, record: Path) -> Found:
     """Under another batch size, attention kernel and seed of the samples. Few-shot examples stay, so that the prompts do."""
-    conditions: dict[str, Any] = {"batch_size": scoring.batch_size // 2 or 2, "attention": OTHER_ATTENTION}
+    batch_size = scoring.batch_size // 2 or 2
+    conditions: dict[str, object] = {"batch_size": batch_size, "attention": OTHER_ATTENTION}
     loaded = subject.load(OTHER_ATTENTION)
     suite = scoring.suite.reseeded(SAMPLES_APART)
-    changed = dataclasses.replace(scoring, batch_size=conditions["batch_size"], suite=suite)
+    changed = dataclasses.replace(scoring, batch_size=batch_size, suite=suite)
     data = score_loaded(loaded, changed, subject.identity, record)
     if any(task.outputs is not None for task in data.tasks):
         conditions["seed"] = f"+{SAMPLES_APART}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.accuracy.section import Scoring, finished
 from harness.engines.available import run_engine
@@ -138,20 +137,20 @@ class Measuring:
 
     # --- which records are missing ---
 
-    def _test_text(self, section: Fidelity) -> tuple[Sequences, dict[str, Any]]:
+    def _test_text(self, section: Fidelity) -> tuple[Sequences, dict[str, object]]:
         teacher = self.subjects[fidelity.TEACHER]
         return test_sequences(section, self.text(), teacher.tokenizer, teacher.seed, teacher.source, teacher.dtype)
 
     def _path(self, kind: str, subject: Subject, again: bool = False) -> Path:
         return self.out / "measure" / (f"{subject.arm}-again" if again else subject.arm) / f"{kind}.json"
 
-    def _missing(self, kind: str, settings: dict[str, Any], again: bool = False) -> list[Subject]:
+    def _missing(self, kind: str, settings: dict[str, object], again: bool = False) -> list[Subject]:
         """Arms without a record of the same weights under the same settings; of controls those of BF16 and PTQ."""
         asked = [s for s in self.subjects.values() if not again or s.arm in ("bf16", "ptq")]
         return [s for s in asked if not _is_there(self._path(kind, s, again), s.identity, settings)]
 
 
-def _is_there(path: Path, identity: str, settings: dict[str, Any]) -> bool:
+def _is_there(path: Path, identity: str, settings: dict[str, object]) -> bool:
     try:
         found = records.read(path) if path.is_file() else None
     except ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from harness.accuracy.section import ServerChoice
 from harness.fidelity.distance import measure_fidelity
@@ -25,7 +24,7 @@ def measure(
     teacher: Subject,
     section: Fidelity,
     text: Sequences,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Found]:
     """By arm. The arm bf16 is the teacher itself. settings: those of `harness.fidelity.section.test_sequences`."""
@@ -35,7 +34,9 @@ def measure(
     return {s.arm: Found(measured[s.arm], s.loaded.engine, settings) for s in subjects}
 
 
-def measure_served(server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
+def measure_served(
+    server: ServerChoice, teacher: Subject, section: Fidelity, text: Sequences, settings: dict[str, object]
+) -> Found:
     """What a server tells of its likeliest tokens bounds the distance. Raises UsageError for text that shows images."""
     if text.shows_images:
         raise UsageError("fidelity over an API scores ids alone, and this text shows images: measure the folder, or give text")
@@ -44,7 +45,7 @@ def measure_served(server: ServerChoice, teacher: Subject, section: Fidelity, te
     return Found(data, engine, {**settings, "top_k": TOP_K})
 
 
-def measure_again(subject: Subject, section: Fidelity, text: Sequences, settings: dict[str, Any]) -> Found:
+def measure_again(subject: Subject, section: Fidelity, text: Sequences, settings: dict[str, object]) -> Found:
     """Distance of a folder under another attention kernel from itself."""
     loaded = subject.load(OTHER_ATTENTION)
     measured = measure_fidelity(

@@ -158,7 +158,7 @@ def unequal_scales(folder: Path) -> list[str]:
     return found
 
 
-def plain_cache(folder: Path) -> dict[str, Any]:
+def plain_cache(folder: Path) -> dict[str, object]:
     """What the engine has to read otherwise to keep K and V in the compute dtype, as the reference does."""
     quantization = _quantization(folder)
     return {"quantization_config": quantization} if quantization.pop("kv_cache_scheme", None) else {}
@@ -169,5 +169,5 @@ def _layout(folder: Path) -> str:
     return str(_quantization(folder).get("quant_method") or "not quantized")
 
 
-def _quantization(folder: Path) -> dict[str, Any]:
+def _quantization(folder: Path) -> dict[str, object]:
     return dict(open_checkpoint(folder, allow_quantized=True).config.get("quantization_config") or {})

@@ -31,8 +31,8 @@ class Found:
 
     data: Data
     engine: Engine
-    settings: dict[str, Any]
-    control: dict[str, Any] | None = None
+    settings: dict[str, object]
+    control: dict[str, object] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

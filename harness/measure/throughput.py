@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from harness.engines.environment import engine_python
 from harness.engines.server import Server, serve
@@ -32,7 +31,7 @@ from qad.recipes.recipe import Throughput
 INVALID = 1  # exit code: what was measured must not be used
 
 
-def settings(section: Throughput, subject: Subject) -> dict[str, Any]:
+def settings(section: Throughput, subject: Subject) -> dict[str, object]:
     """Of speed in this process. Speeds are comparable on the same machine with the same packages only."""
     machine = digest_of(provenance.environment())
     return {**section.model_dump(mode="json"), "seed": subject.seed, "dtype": subject.dtype, "machine": machine}
@@ -125,11 +124,11 @@ def measure_arms(places: Places, plan: Plan, serving: Serving, say: Callable[[st
     return {arm: Found(*found, settings) for arm, found in measured.items()}
 
 
-def serving_settings(plan: Plan, serving: Serving) -> dict[str, Any]:
+def serving_settings(plan: Plan, serving: Serving) -> dict[str, object]:
     return {**_settings(plan, serving.options, serving.max_model_len), "dtype": serving.dtype}
 
 
-def _settings(plan: Plan, options: Sequence[str], max_model_len: int | None) -> dict[str, Any]:
+def _settings(plan: Plan, options: Sequence[str], max_model_len: int | None) -> dict[str, object]:
     """Speeds are comparable on the same machine with the same packages only."""
     return {
         **dataclasses.asdict(plan),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from harness.records.rebuild import STRICT, Number, build
 
@@ -169,7 +168,7 @@ class NoiseFloor:
     """
 
     arm: str
-    conditions: dict[str, Any]
+    conditions: dict[str, object]
     median: Band | None
     benchmarks: dict[str, Band]
     differing: Estimate | None
@@ -242,11 +241,11 @@ def standing(estimate: Estimate | None, null: float) -> str:
     return "within noise" if estimate.low <= null <= estimate.high else "stands out"
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> dict[str, object]:
     """Plain JSON types."""
     return dataclasses.asdict(comparison)
 
 
-def from_json(raw: dict[str, Any]) -> Comparison:
+def from_json(raw: dict[str, object]) -> Comparison:
     """The reverse of `to_json`; a number that is null was not finite. Raises ValueError where fields do not fit."""
     return build(Comparison, raw, "comparison")

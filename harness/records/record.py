@@ -196,7 +196,7 @@ class TaskScore:
     chance: float | None
     limit: int | None
     items: list[Item]
-    protocol: dict[str, Any] = dataclasses.field(default_factory=dict)
+    protocol: dict[str, object] = dataclasses.field(default_factory=dict)
     outputs: Outputs | None = dataclasses.field(default=None, metadata=LATER)
 
 
@@ -240,7 +240,7 @@ class PublishedScore:
     repeats: int | None
     stderr: float | None
     filter: str = "none"
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Training:
     """Of a trained checkpoint. recipe: everything besides the seed that decided its weights (see qad.arms.origin)."""
 
     seed: int
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,13 +312,13 @@ class Record:
     model: str
     checkpoint: str
     engine: Engine
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
+    settings: dict[str, object]
+    provenance: dict[str, object]
     created: str
     seconds: float
     data: Annotated[Data, SkipValidation]  # rebuilt by itself, as the kind says
     schema_version: int = SCHEMA_VERSION
-    control: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
+    control: dict[str, object] | None = dataclasses.field(default=None, metadata=LATER)
     training: Training | None = dataclasses.field(default=None, metadata=LATER)
 
     @property
@@ -331,12 +331,12 @@ def smallest_gpu(size: int) -> int | None:
     return next((gigabytes for gigabytes in GPU_GIGABYTES if size <= gigabytes * 10**9), None)
 
 
-def to_json(record: Record) -> dict[str, Any]:
+def to_json(record: Record) -> dict[str, object]:
     """Plain JSON types; `kind` says which data class `data` is. Half a surrogate, which a server may send, is a question mark."""
     return {"kind": record.kind, **_plain(record)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
         return {f.name: _plain(v) for f, v in fields if not (v is None and f.metadata.get("later"))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from harness.records.rebuild import STRICT
 
@@ -57,6 +56,6 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
 
-def to_json(verdict: Verdict) -> dict[str, Any]:
+def to_json(verdict: Verdict) -> dict[str, object]:
     """Plain JSON types."""
     return dataclasses.asdict(verdict)

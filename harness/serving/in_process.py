@@ -33,7 +33,7 @@ def cache_argument(model: Any) -> str:
 
 
 def measure_throughput(
-    models: Mapping[str, Any],
+    models: Mapping[str, object],
     *,
     vocab_size: int,
     batch: int,
@@ -98,7 +98,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _check(models: Mapping[str, Any], batch: int, input_tokens: int, output_tokens: int, repeats: int) -> None:
+def _check(models: Mapping[str, object], batch: int, input_tokens: int, output_tokens: int, repeats: int) -> None:
     if min(batch, input_tokens, repeats) < 1:
         raise UsageError(f"batch {batch}, input_tokens {input_tokens}, repeats {repeats}: each must be at least 1")
     if output_tokens < 2:
