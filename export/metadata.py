@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 from export.layouts.compressed_tensors import format_names
 from export.layouts.exclude import equal_or_regex
@@ -21,7 +20,7 @@ from qad.untrusted import mapping, names
 _METHODS = {"modelopt": MODELOPT, "modelopt_fp4": MODELOPT, COMPRESSED_TENSORS.name: COMPRESSED_TENSORS}
 
 
-def announced_layout(config: Mapping[str, Any]) -> Layout | None:
+def announced_layout(config: Mapping[str, object]) -> Layout | None:
     """Which quant_method of a config.json says; None where it says nothing known."""
     method = mapping(config.get("quantization_config")).get("quant_method")
     return _METHODS.get(method) if isinstance(method, str) else None
@@ -37,24 +36,24 @@ class Announced:
     endless: entries of exclude list and targets that count as if they were absent.
     """
 
-    config: dict[str, Any]
-    nested: dict[str, Any] | None
+    config: dict[str, object]
+    nested: dict[str, object] | None
     layout: Layout
     endless: frozenset[str] = frozenset()
 
     @property
-    def outer(self) -> dict[str, Any] | None:
+    def outer(self) -> dict[str, object] | None:
         """`quantization_config` of config.json, None where it is absent or no object."""
         found = self.config.get("quantization_config")
         return found if isinstance(found, dict) else None
 
     @property
-    def inner(self) -> dict[str, Any]:
+    def inner(self) -> dict[str, object]:
         """`quantization` of hf_quant_config.json, empty where absent."""
         return mapping((self.nested or {}).get("quantization"))
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, object]]:
         return [mapping(group) for group in mapping((self.outer or {}).get("config_groups")).values()]
 
     @property
@@ -125,7 +124,7 @@ class Announced:
         return next(by_target, self.listed.get("Linear"))
 
 
-def _group_format(group: dict[str, Any]) -> str:
+def _group_format(group: dict[str, object]) -> str:
     """Of a config group of compressed-tensors: by its own format, else by the bits of its weights."""
     bits, own = mapping(group.get("weights")).get("num_bits"), group.get("format")
     records = list(FORMATS.values())

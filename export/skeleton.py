@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from qad.model.bounds import OversizedError, built_for
 from qad.model.built_config import built_config, quiet
@@ -31,7 +30,7 @@ class Skeleton:
     buffers: frozenset[str]
 
 
-def build_skeleton(config: dict[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Skeleton | None:
+def build_skeleton(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Skeleton | None:
     """None where transformers cannot build the model, and for remote code, which is never run. tensors: name -> shape of what is
     to fill it. Raises OversizedError where it asks for many more."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}

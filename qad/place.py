@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from qad.errors import StorageError, UsageError
 
@@ -99,6 +98,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
             raise
 
 
-def write_whole_json(path: Path, value: Any, *, indent: int = 1) -> None:
+def write_whole_json(path: Path, value: object, *, indent: int = 1) -> None:
     """The same of a value, as JSON with a line end."""
     write_whole(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from qad.version import __version__
 
@@ -23,7 +22,7 @@ def now() -> str:
 
 
 @functools.cache
-def producer() -> dict[str, Any]:
+def producer() -> dict[str, object]:
     """Name, version, commit and dirty flag of this tool; commit None where it does not run from a git checkout."""
     root = Path(__file__).resolve().parent.parent
     commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
@@ -32,7 +31,7 @@ def producer() -> dict[str, Any]:
 
 
 @functools.cache
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Python, packages, operating system, processor, memory, GPUs."""
     packages = {}
     for name in PACKAGES:
@@ -51,7 +50,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> dict[str, object]:
     """The header that every record and manifest carries."""
     argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {"producer": producer(), "environment": environment(), "argv": argv}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from qad.untrusted import json_with_faults, regular_bytes
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, object] | None:
     """The object a JSON file holds; None where there is none."""
     return _object_in(path)[0]
 
@@ -18,7 +17,7 @@ def json_faults(path: Path) -> list[str]:
     return _object_in(path)[1]
 
 
-def _object_in(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def _object_in(path: Path) -> tuple[dict[str, object] | None, list[str]]:
     try:
         value, faults = json_with_faults(regular_bytes(path))
     except (OSError, ValueError):

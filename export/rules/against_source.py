@@ -21,7 +21,7 @@ _TEXT = "How deep is the river? 12,345 m\u00b2 \u2014 na\u00efve caf\u00e9\n\tde
 _CHAT = [{"role": "user", "content": _TEXT}]
 
 
-def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any]) -> Iterator[Finding]:
+def against_source(folder: Folder, source: Checkpoint, expected: dict[str, object]) -> Iterator[Finding]:
     """The architecture is the source's (expected: its config.json, as the arm changed it), text becomes the same ids by the
     same vocabulary and merges, and a chat is rendered to the same prompt. A tokenizer that needs code of its own is not
     compared."""
@@ -47,7 +47,7 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, Any])
             return
 
 
-def _model(tokenizer: Any) -> dict[str, Any]:
+def _model(tokenizer: Any) -> dict[str, object]:
     """Everything tokenizer.json holds, as the library reads it, without settings that calls change; of a slow tokenizer, the
     vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -61,7 +61,7 @@ def _ids(tokenizer: Any) -> list[int]:
     return ids
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(config: dict[str, object]) -> dict[str, object]:
     """As transformers reads it: defaults filled in, old spellings renamed; as it is where transformers cannot."""
     try:
         built = built_config(config)

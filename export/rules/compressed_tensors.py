@@ -8,7 +8,6 @@ is refused by it, so both are errors here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from export.folder import Folder
 from export.layouts.compressed_tensors import MIXED_FORMAT, format_name
@@ -39,7 +38,7 @@ _NUMBER_KEYS = {
 _KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
-def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
+def e1_scheme(folder: Folder, outer: dict[str, object]) -> Iterator[Finding]:
     """outer: quantization_config."""
     if folder.nested is not None:
         told = "lies beside the compressed-tensors layout: TensorRT-LLM reads the folder as ModelOpt's"
@@ -72,7 +71,7 @@ def e1_scheme(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
     yield from _kv_cache(outer.get("kv_cache_scheme"))
 
 
-def _group(name: str, group: dict[str, Any], stored: str, mixed: bool) -> Iterator[Finding]:
+def _group(name: str, group: dict[str, object], stored: str, mixed: bool) -> Iterator[Finding]:
     """stored: format of the tensors of its first target. mixed: each group has to say its own format."""
     format = format_name(stored)
     for key in sorted({*group} - _GROUP_KEYS):
@@ -90,7 +89,7 @@ def _group(name: str, group: dict[str, Any], stored: str, mixed: bool) -> Iterat
         yield _error(f"{name}.output_activations is not null: no format here quantizes outputs", "set it to null")
 
 
-def _numbers(where: str, given: object, wanted: Mapping[str, Any]) -> Iterator[Finding]:
+def _numbers(where: str, given: object, wanted: Mapping[str, object]) -> Iterator[Finding]:
     if not isinstance(given, dict):
         yield _error(f"{where} is {given!r}, expected an object", _AGAIN)
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from qad.untrusted import clean
 
@@ -47,6 +46,6 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def to_json(findings: Sequence[Finding]) -> dict[str, object]:
     """{"ok": bool, "findings": [...]}; warnings leave ok true."""
     return {"ok": not any(f.severity == "error" for f in findings), "findings": [dataclasses.asdict(f) for f in findings]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from export.folder import FLOATING, Folder
 from export.layouts.config_files import DTYPE_KEYS
@@ -104,7 +103,7 @@ def _method(folder: Folder) -> Iterator[Finding]:
         yield error("E1", "config.json", told, f'set it to "{wanted}"')
 
 
-def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
+def _outer(folder: Folder, outer: dict[str, object]) -> Iterator[Finding]:
     yield from _list_of_names("config.json", "ignore", outer.get("ignore"), "ignore" in outer)
     if folder.algorithm not in checked():
         return
@@ -126,14 +125,14 @@ def _outer(folder: Folder, outer: dict[str, Any]) -> Iterator[Finding]:
         yield error("E1", "config.json", told, 'set targets to ["Linear"]')
 
 
-def _format_of_group(folder: Folder, group: dict[str, Any]) -> str:
+def _format_of_group(folder: Folder, group: dict[str, object]) -> str:
     """What a config group is to say: the algorithm of the folder, or of its first target where it is mixed."""
     first = next(iter(names(group.get("targets"))), "")
     listed = folder.announced_format(first)
     return listed if listed in FORMATS else folder.stored_format(first)
 
 
-def _layers(place: str, outer: dict[str, Any]) -> Iterator[Finding]:
+def _layers(place: str, outer: dict[str, object]) -> Iterator[Finding]:
     """quantized_layers is an object of objects whose blocks have 16 elements."""
     for module, layer in mapping(outer.get("quantized_layers")).items():
         if not isinstance(layer, dict) or not layer.get("quant_algo"):
@@ -148,7 +147,7 @@ def _group_size(algorithm: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
+def _targets(folder: Folder, groups: dict[str, object]) -> Iterator[Finding]:
     """Every module of a mixed folder is a target of one config group, beside others of its own algorithm."""
     seen: dict[str, str] = {}
     for name, group in groups.items():
@@ -167,7 +166,7 @@ def _targets(folder: Folder, groups: dict[str, Any]) -> Iterator[Finding]:
             yield error("E1", other, told, _AGAIN)
 
 
-def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
+def _group(name: str, group: dict[str, object], format: str) -> Iterator[Finding]:
     """What a config group says about weights and activations is what its format is."""
     wanted_size = _group_size(format)
     bits = {key: value for key, value in MODELOPT.of(format).weights.items() if key != "group_size"}
@@ -193,7 +192,7 @@ def _group(name: str, group: dict[str, Any], format: str) -> Iterator[Finding]:
         yield error("E1", "config.json", f"{name}.targets is {targets!r}, expected module types or names", '["Linear"]')
 
 
-def _nested(nested: dict[str, Any]) -> Iterator[Finding]:
+def _nested(nested: dict[str, object]) -> Iterator[Finding]:
     given = nested.get("quant_algo")
     algorithm = given if isinstance(given, str) else None
     for key in _NESTED_KEYS:
@@ -227,7 +226,7 @@ def _same(what: str, outer: object, nested: object) -> Iterator[Finding]:
         )
 
 
-def _same_layers(outer: dict[str, Any], nested: dict[str, Any]) -> Iterator[Finding]:
+def _same_layers(outer: dict[str, object], nested: dict[str, object]) -> Iterator[Finding]:
     """Listed the same in both places, and in one order, by which TensorRT-LLM finds a module."""
     for module in sorted({*outer, *nested}):
         if outer.get(module) != nested.get(module):

@@ -25,7 +25,7 @@ from qad.text.sight import sight_for
 _EXTRAS = ("per_layer", "split", "new_tokens", "prompt_tokens")
 
 
-def _section_settings(section: Fidelity) -> dict[str, Any]:
+def _section_settings(section: Fidelity) -> dict[str, object]:
     """For the record: extras only where they are asked for, so that records without them stay comparable."""
     settings = section.model_dump(mode="json", exclude=set(_EXTRAS))
     if section.per_layer:
@@ -82,7 +82,7 @@ def measure_distances(
 
 def test_sequences(
     section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint, dtype: str
-) -> tuple[Sequences, dict[str, Any]]:
+) -> tuple[Sequences, dict[str, object]]:
     """The test split as token sequences, and the settings that two comparable records share.
 
     Raises UsageError where models are to continue text that shows images.

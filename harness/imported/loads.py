@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from harness.records.serving import Arrival
 from qad.untrusted import count, is_number, mapping, strict_json
@@ -24,7 +23,7 @@ _AT_ONCE = "all at once"
 _NAMED = {"type_", "kind", "worker_count", "random_seed", "streams", "rate", "max_concurrency"}
 
 
-def bench_load(run: Mapping[str, Any]) -> Load:
+def bench_load(run: Mapping[str, object]) -> Load:
     """Of `vllm bench serve` and SGLang's bench_serving. Raises ValueError for a load that cannot be."""
     concurrency, rate = whole(run.get("max_concurrency")), run.get("request_rate", "inf")
     if run.get("ramp_up_strategy"):
@@ -39,7 +38,7 @@ def bench_load(run: Mapping[str, Any]) -> Load:
     return concurrency, Arrival(_number(rate), "constant" if shape is None else _gamma(_number(shape)))
 
 
-def guidellm_load(benchmark: Mapping[str, Any]) -> Load:
+def guidellm_load(benchmark: Mapping[str, object]) -> Load:
     """Of one benchmark of a GuideLLM file. Raises ValueError for a load that cannot be."""
     places = (mapping(benchmark.get(name)).get("strategy") for name in ("config", "scheduler", "args"))
     strategy = next((mapping(place) for place in places if place), {})
@@ -81,14 +80,14 @@ def aiperf_load(summary: Path) -> Load:
     return concurrency, Arrival(None, f"each after the last{more}") if more and concurrency else None
 
 
-def whole(value: Any) -> int | None:
+def whole(value: object) -> int | None:
     """A count above 0, None for null. Raises ValueError for anything else."""
     if value is not None and not count(value):
         raise ValueError(f"{str(value)[:40]!r} is no number of requests or tokens")
     return count(value)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not is_number(value) or value <= 0:
         raise ValueError(f"{str(value)[:40]!r} is no rate")
     return float(value)

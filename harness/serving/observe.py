@@ -167,7 +167,7 @@ def _chunk(data: str) -> _Chunk:
     return chunk
 
 
-def token_counts(answer: Mapping[str, Any]) -> dict[str, int]:
+def token_counts(answer: Mapping[str, object]) -> dict[str, int]:
     """completion_tokens, prompt_tokens and cached_tokens, as far as an answer or event tells them. Raises ValueError, as
     `_chunk`, for what is no count."""
     usage = _part(answer, "usage", dict) or {}
@@ -179,14 +179,14 @@ def token_counts(answer: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _part(holder: Mapping[str, Any], name: str, kind: type[Kind]) -> Kind | None:
+def _part(holder: Mapping[str, object], name: str, kind: type[Kind]) -> Kind | None:
     value = holder.get(name)
     if value is not None and not isinstance(value, kind):
         raise ValueError(f"whose {name} is {_short(value)}")
     return value
 
 
-def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
+def _list(holder: Mapping[str, object], name: str) -> list[Any]:
     return _part(holder, name, list) or []
 
 
@@ -260,7 +260,7 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("message") or json.dumps(value)
     return clean(" ".join(str(value).split()), 200)

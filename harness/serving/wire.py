@@ -10,7 +10,6 @@ import bisect
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from qad.untrusted import mapping, strict_json
 
@@ -63,7 +62,7 @@ class Exchange:
 
     method: str
     path: str
-    body: dict[str, Any]
+    body: dict[str, object]
     start_s: float
     end_s: float
     status: int
@@ -203,7 +202,7 @@ def _events(answer: _Message, stream: Stream) -> Iterator[Event]:
         at = match.end()
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _json(body: bytes) -> dict[str, object]:
     try:
         return mapping(strict_json(body))
     except ValueError:
