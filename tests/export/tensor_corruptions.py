@@ -22,7 +22,7 @@ How = Callable[[torch.Tensor, random.Random], torch.Tensor]
 
 def lose(role: str) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
-        name = f"{r.choice(c.modules)}.{getattr(c.layout, role)}"
+        name = f"{r.choice(c.modules)}.{getattr(c, role)}"
         c.drop(name)
 
     return kind
@@ -30,7 +30,7 @@ def lose(role: str) -> Kind:
 
 def change(role: str, how: How) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
-        name = f"{r.choice(c.modules)}.{getattr(c.layout, role)}"
+        name = f"{r.choice(c.modules)}.{getattr(c, role)}"
         c.put(name, how(c.get(name), r))
 
     return kind
@@ -41,7 +41,7 @@ def change_whole_group(role: str, how: How) -> Kind:
 
     def kind(c: Checkpoint, r: random.Random) -> None:
         alone = [m for m in c.modules if m.endswith(("o_proj", "down_proj"))]
-        name = f"{r.choice(alone)}.{getattr(c.layout, role)}"
+        name = f"{r.choice(alone)}.{getattr(c, role)}"
         c.put(name, how(c.get(name), r))
 
     return kind
@@ -50,7 +50,7 @@ def change_whole_group(role: str, how: How) -> Kind:
 def of_fused(role: str, how: How) -> Kind:
     def kind(c: Checkpoint, r: random.Random) -> None:
         module = r.choice([m for m in c.modules if not m.endswith(("o_proj", "down_proj"))])
-        name = f"{module}.{getattr(c.layout, role)}"
+        name = f"{module}.{getattr(c, role)}"
         c.put(name, how(c.get(name), r))
 
     return kind
