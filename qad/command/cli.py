@@ -295,6 +295,7 @@ def _ptq(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from qad.arms.arm import KEPT, open_arm
+    from qad.command.planning.scale import as_it_fits
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
@@ -311,7 +312,7 @@ def _train(args: argparse.Namespace) -> int:
         require_arm_place(recipe, "ptq", ptq)
     elif open_arm(ptq).scales == KEPT:
         raise UsageError(f"{ptq} was imported with its codes, nothing to train from: give a PTQ arm, or leave --ptq out")
-    job = prepare(recipe, say, args.out.parent / "text")
+    job = as_it_fits(prepare(recipe, say, args.out.parent / "text"), say)
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         require_enough_text(job, say)

@@ -35,6 +35,7 @@ from harness.records.record import Record
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
 from qad.command.planning.preflight import require_measurable
+from qad.command.planning.scale import as_it_fits
 from qad.command.tracking import Tracker, tracking
 from qad.errors import ArtifactError
 from qad.lock import only_one
@@ -91,6 +92,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
+            job = as_it_fits(job, say)
             require_measurable(job, out)
             _require_same_model(job, out)
         with template_clock(_template_time(job, out)):

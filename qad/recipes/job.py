@@ -16,6 +16,7 @@ from qad.arms.kv_cache import CALIBRATES, CAST, attentions
 from qad.arms.selection import Selection, describe, select
 from qad.artifact import canonical, run_stage
 from qad.errors import DataError, SourceError, UsageError
+from qad.model.attention import training_attention
 from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.names import names_of
@@ -162,6 +163,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     if recipe.train:
         names = names_of(skeleton)
         check_patterns(recipe.train, [names.tensor(name) for name, _ in skeleton.named_parameters()], selection.modules)
+        training_attention(recipe.train.attention, default_device(), skeleton)
         if recipe.train.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
             raise UsageError(f"train.activation_checkpointing: transformers has none for {type(skeleton).__name__}")
     device = default_device()

@@ -133,18 +133,20 @@ class Train(_Strict):
     """of the learning rate after warm-up: constant, or down to 0"""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """steps of linear warm-up"""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit keeps its moments in 8 bits (needs torchao)"""
+    optimizer: Literal["adamw", "adamw8bit", "adamw_offloaded"] = "adamw"
+    """adamw8bit keeps its moments in 8 bits (needs torchao), adamw_offloaded in the host's memory, with the bits of adamw"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """decay of AdamW's moments"""
     clip: Annotated[float, Field(gt=0)] = 1.0
     """largest norm of a step's gradient"""
     weight_only_steps: Annotated[int, Field(ge=0)] = 0
     """so many first steps leave activations unquantized"""
-    activation_checkpointing: bool = False
-    """compute activations again in backward instead of keeping them"""
-    chunk: Positive = 512
-    """tokens whose logits exist at one time"""
+    activation_checkpointing: bool | None = None
+    """compute activations again in backward instead of keeping them; none does on a GPU that would be too small otherwise"""
+    attention: Literal["auto", "sdpa", "flash", "flex"] = "auto"
+    """of packed windows: sdpa with a dense mask, or on a GPU without one (flex, flash); auto is sdpa on a CPU, flex on a GPU"""
+    chunk: Positive | None = None
+    """tokens whose logits exist at one time; none is 512 on a CPU, on a GPU what 4 GB of them hold"""
     validate_every: Positive = 10
     """steps between validations"""
     validation_tokens: Positive = 4096

@@ -20,6 +20,17 @@ from torch import Tensor
 from qad.training.head import Head
 from qad.training.losses import TokenLoss, TopK, forward_kl
 
+LIVE = 5  # FP32 [chunk, V] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
+_GPU_BYTES = 4 << 30
+
+
+def default_chunk(device: str, vocabulary: int) -> int:
+    """Tokens of a chunk where the recipe does not say: on a GPU the more the better, as every chunk adds to an FP32 gradient
+    [V, H]."""
+    if device == "cpu":
+        return 512
+    return max(512, _GPU_BYTES // (4 * LIVE * vocabulary) // 256 * 256)
+
 
 class Targets(Protocol):
     """What a chunk of tokens is compared with: a token loss's second argument."""

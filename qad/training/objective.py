@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qad.model.attention import train_with
 from qad.recipes.recipe import Train
 from qad.text.windows import NO_LABEL, Windows, WindowSet
-from qad.training.chunked import CachedTopK, NoTeacher, Targets, TeacherLogits, chunked_loss
+from qad.training.chunked import CachedTopK, NoTeacher, Targets, TeacherLogits, chunked_loss, default_chunk
 from qad.training.head import Head
 from qad.training.losses import LOSSES, TokenLoss, at_temperature, cross_entropy, forward_kl, top_k_forward_kl
 from qad.training.teacher_cache import TeacherCache
@@ -62,6 +63,7 @@ class Objective:
         self, student: Any, teacher: Any, config: Train, method: str, shared: int, cache: TeacherCache | None = None
     ) -> None:
         self.student, self.teacher, self.config = student, teacher, config
+        train_with(config.attention, student.device.type, student, teacher)
         self.student_head, self.teacher_head = Head.of(student).sharing(shared), Head.of(teacher).sharing(shared)
         self.cache = cache
         self.token_loss: TokenLoss = at_temperature(LOSSES[config.loss], config.temperature)
@@ -108,7 +110,12 @@ class Objective:
         return inputs.counted(self.student.base_model(**inputs.model_inputs(self.device)).last_hidden_state)
 
     def _compare(self, student_TH: Tensor, inputs: Inputs, targets: Targets, loss: TokenLoss) -> Tensor:
-        return chunked_loss(student_TH, self.student_head, targets, inputs.labels(), loss, self.config.chunk)
+        return chunked_loss(student_TH, self.student_head, targets, inputs.labels(), loss, self.chunk)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits exist at one time."""
+        return self.config.chunk or default_chunk(self.device.type, len(self.student_head.weight_VH))
 
     def _targets(self, inputs: Inputs) -> Targets:
         if not self.teaches:

@@ -41,11 +41,12 @@ def parameter_groups(config: Train, masters: Mapping[str, Tensor]) -> list[dict[
 
 
 def make_optimizer(config: Train, masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """AdamW without weight decay; its moments in FP32, or in 8 bits by torchao. Raises UsageError where the library
-    is absent."""
+    """AdamW without weight decay; its moments in FP32, in the host's memory on request, or in 8 bits by torchao. Raises
+    UsageError where the library is absent."""
     groups = parameter_groups(config, masters)
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
+    if config.optimizer != "adamw8bit":
+        kind = torch.optim.AdamW if config.optimizer == "adamw" else OffloadedAdamW
+        return kind(groups, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -53,6 +54,33 @@ def make_optimizer(config: Train, masters: Mapping[str, Tensor]) -> torch.optim.
             f"train.optimizer {config.optimizer!r} needs torchao: pip install 'nvfp4-qad[optim]', or use adamw"
         ) from error
     return AdamW8bit(groups, lr=config.lr, betas=config.betas, weight_decay=0.0)
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments lie in the host's memory between steps: of one parameter at a time they are on its device. The same
+    kernel on the same numbers, so the same bits; it costs 16 bytes a parameter over the bus and back, a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """`closure` is refused: nothing here evaluates a loss twice."""
+        assert closure is None
+        held, groups = self.param_groups, [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        try:
+            for group, parameter in groups:
+                if parameter.grad is None:
+                    continue
+                self._move(parameter, parameter.device)
+                self.param_groups = [{**group, "params": [parameter]}]
+                super().step()
+                self._move(parameter, torch.device("cpu"))
+        finally:
+            self.param_groups = held
+
+    def _move(self, parameter: Tensor, device: torch.device) -> None:
+        state = self.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                state[name] = state[name].to(device)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -15,7 +15,7 @@ from qad.arms.arm import DYNAMIC, GPTQ, KIND, NEAREST, Arm, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
 from qad.errors import ArtifactError, SourceError
-from qad.model.loader import load_model
+from qad.model.loader import default_device, load_model
 from qad.model.names import names_of
 from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
@@ -32,6 +32,7 @@ from qad.text.data import Generations, RandomTokens
 from qad.text.documents import digest_documents
 from qad.text.windows import WindowSet
 from qad.training.calibrate import Calibration, calibrate
+from qad.training.chunked import default_chunk
 from qad.training.gptq_pass import decided_codes
 from qad.training.objective import Objective
 from qad.training.state import discard_state
@@ -51,9 +52,18 @@ def arm_settings(recipe: Recipe, arm: str) -> dict[str, Any]:
         return {"arm": arm, "quantize": _quantize(recipe), "calibrate": calibrate, "seed": recipe.seed}
     train = {**recipe.section("train"), "method": arm}
     del train["save_minutes"]  # decides nothing of the result
-    if train["seed"] is None:  # as before there was one: finished arms keep their key
-        del train["seed"]
+    _keep_keys(train)
     return {"arm": arm, "train": train, "seed": recipe.seed}
+
+
+def _keep_keys(train: dict[str, Any]) -> None:
+    """Finished arms keep their key: what was not there is left out at its default, what a default stood for is said."""
+    for key, default in {"seed": None, "attention": "auto"}.items():
+        if train[key] == default:
+            del train[key]
+    train["activation_checkpointing"] = bool(train["activation_checkpointing"])
+    if train["chunk"] is None and default_device() == "cpu":
+        train["chunk"] = default_chunk("cpu", 0)
 
 
 def _quantize(recipe: Recipe) -> dict[str, Any]:
@@ -251,7 +261,7 @@ def _frozen_of(arm: Arm) -> dict[str, FrozenScales]:
 
 def _training(job: Job, method: Method) -> dict[str, Any]:
     """The seed of a training, and everything else that decides its weights. Text that the seed draws is part of the seed."""
-    train = {name: value for name, value in job.recipe.section("train").items() if name not in ("seed", "save_minutes")}
+    train = {name: value for name, value in arm_settings(job.recipe, method)["train"].items() if name != "seed"}
     drawn = (RandomTokens, Generations)
     asked = {need.role: data for data, need in _needs(job.recipe) if need.role != "test"}
     text = {

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qad.command.planning.preflight import require_measurable
-from qad.command.planning.scale import CHUNK_TENSORS, WIDTH, Shape, config_alone, config_shape, scale_lines
+from qad.command.planning.scale import MOMENTS, WIDTH, Shape, config_alone, config_shape, scale_lines
 from qad.model.loader import load_skeleton
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import BF16, Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
+from qad.training.chunked import LIVE, default_chunk
 from qad.training.sensitivity import units_of
 
 
@@ -84,14 +85,14 @@ def _memory(job: Job, train: Train) -> Iterator[str]:
     everything = sum(_parameters(job).values())
     trained = sum(size for name, size in _parameters(job).items() if name in trainable)
     teacher = sum(math.prod(info.shape) for info in job.teacher.tensors.values())
-    moments = 2 if train.optimizer == "adamw8bit" else 8
+    chunk = train.chunk or default_chunk(job.device, job.shared_ids)
     parts = {
         "student": everything * WIDTH[job.dtype],
         "FP32 masters": everything * 4,
         "gradients": trained * 4,
-        "moments": trained * moments,
+        "moments": trained * MOMENTS[train.optimizer],
         "teacher": teacher * WIDTH[job.dtype],
-        "logits of a chunk": CHUNK_TENSORS * min(train.chunk, train.tokens_per_step) * job.shared_ids * 4,
+        "logits of a chunk": LIVE * min(chunk, train.tokens_per_step) * job.shared_ids * 4,
     }
     listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {listed}"

@@ -10,7 +10,8 @@ and teacher by rows and gathered one layer at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from qad.arms.selection import Selection, select
 from qad.errors import QadError, SourceError
 from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import Expert, experts_a_layer, routed_share, split_experts
+from qad.model.loader import load_skeleton
+from qad.recipes.job import Job
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
+from qad.training.chunked import LIVE, default_chunk
 
 WIDTH = {"float32": 4, "bfloat16": 2, "auto": 2}
-CHUNK_TENSORS = 5  # FP32 [chunk, vocabulary] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
+MOMENTS = {"adamw": 8, "adamw8bit": 2, "adamw_offloaded": 0}  # bytes a parameter on the device
 USABLE = 0.92  # share of a GPU's memory; the rest is the allocator's, the driver's and the communication's
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -156,24 +160,42 @@ def need(shape: Shape, train: Train, dtype: str, ranks: int, teacher: Shape | No
     width, taught = WIDTH[dtype], teacher or shape
     micro = train.micro_batch_size or max(1, train.batch_size // ranks)
     tokens = min(micro, max(1, train.batch_size // ranks)) * train.seq_len
+    chunk = min(train.chunk or default_chunk("cuda", shape.vocabulary), tokens)
     kept = shape.kept + (2 * shape.hidden * shape.layers if width == 2 else 0)  # norms widen their input
     if train.activation_checkpointing:
         kept = shape.layers * shape.hidden + shape.kept_layer
     held = width if ranks == 1 else 4  # shards hold BF16 values in FP32, so that gradients are reduced in FP32
-    moments = 2 if train.optimizer == "adamw8bit" else 8
     parts = {
         "student": held * shape.parameters / ranks,
         "masters": 4 * shape.parameters / ranks,
         "gradients": 4 * shape.trained / ranks,
-        "moments": moments * shape.trained / ranks,
+        "moments": MOMENTS[train.optimizer] * shape.trained / ranks,
         "teacher": width * taught.parameters / ranks if "qad" in train.methods else 0.0,
         "activations": width * kept * tokens,
-        "mask": float(tokens * train.seq_len),  # bool [T, T] a window: documents of a packed one are kept apart by it
-        "loss": 4.0 * shape.vocabulary * (CHUNK_TENSORS * min(train.chunk, tokens) + shape.hidden),
+        # bool [T, T] a window: documents of a packed one are kept apart by it
+        "mask": 0.0 if train.attention in ("flash", "flex") else float(tokens * train.seq_len),
+        "loss": 4.0 * shape.vocabulary * (LIVE * chunk + shape.hidden),
     }
     if ranks > 1:
         parts["gathered"] = width * (2 * shape.layer + shape.root + taught.root)
     return Need(ranks, parts)
+
+
+def as_it_fits(job: Job, say: Callable[[str], None]) -> Job:
+    """The job with activation checkpointing where the recipe leaves that open and the GPU would be too small without."""
+    train = job.recipe.train
+    if train is None or train.activation_checkpointing is not None or not job.device.startswith("cuda"):
+        return job
+    skeleton = load_skeleton(job.source)
+    teacher = None if job.teacher is job.source else Shape.of(load_skeleton(job.teacher), None)
+    room = USABLE * torch.cuda.get_device_properties(0).total_memory
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    one = need(Shape.of(skeleton, job.selection, train), train, job.dtype, ranks, teacher).total
+    if one <= room or not skeleton.supports_gradient_checkpointing:
+        return job
+    say(f"       {_gigabytes(one)} a rank by plan, the GPU has {_gigabytes(room)}: activations are computed again in backward")
+    train = train.model_copy(update={"activation_checkpointing": True})
+    return dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": train}))
 
 
 def flops(shape: Shape, train: Train, teacher: Shape | None = None) -> float:
@@ -237,6 +259,7 @@ def _lighter(shape: Shape, train: Train, dtype: str, room: float, teacher: Shape
         ("activation_checkpointing", "true", True),
         ("micro_batch_size", "1", 1),
         ("optimizer", "adamw8bit", "adamw8bit"),
+        ("optimizer", "adamw_offloaded", "adamw_offloaded"),
     ]
     said: list[str] = []
     for key, words, value in steps:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronHConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from qad.command.cli import main
-from qad.command.planning.scale import GPUS, Shape, config_alone, config_shape, flops, need, scale_lines, utilization
+from qad.command.planning.scale import (
+    GPUS,
+    USABLE,
+    Shape,
+    as_it_fits,
+    config_alone,
+    config_shape,
+    flops,
+    need,
+    scale_lines,
+    utilization,
+)
+from qad.model.loader import load_skeleton
 from qad.numerics.linear import wrap_linears
+from qad.recipes.job import prepare
+from qad.recipes.load import parse_recipe
 from qad.recipes.recipe import Recipe, Train
 
 SIZES = {
@@ -209,3 +225,24 @@ def test_a_config_that_transformers_does_not_know_is_refused(tmp_path: Path, cap
     path.write_text(yaml.safe_dump(recipe(tmp_path)))
     assert main(["plan", str(path)]) == 2
     assert "transformers does not know" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_too_small_checkpoints_by_itself(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"model": str(tiny_llama_dir), "calibrate": {"data": "python-docs", "samples": 1, "seq_len": 64}}
+    raw["train"] = {"data": "python-docs", "tokens": 2048, "seq_len": 512, "batch_size": 4, "validation_tokens": 512}
+    job = prepare(parse_recipe(raw, "recipe"))
+    assert as_it_fits(job, print) is job
+    on_gpu, train = dataclasses.replace(job, device="cuda", dtype="bfloat16"), job.recipe.training
+    shape = Shape.of(load_skeleton(job.source), job.selection, train)
+    without = need(shape, train, "bfloat16", 1).total
+    for room, expected in ((1.01 * without, None), (0.99 * without, True)):
+        memory = SimpleNamespace(total_memory=room / USABLE)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, memory=memory: memory)
+        said: list[str] = []
+        found = as_it_fits(on_gpu, said.append).recipe.training
+        assert found.activation_checkpointing is expected
+        assert bool(said) is bool(expected)
+    assert need(shape, found, "bfloat16", 1).total < without
+    asked = train.model_copy(update={"activation_checkpointing": False})
+    kept = dataclasses.replace(on_gpu, recipe=job.recipe.model_copy(update={"train": asked}))
+    assert as_it_fits(kept, print) is kept

@@ -1,72 +1,76 @@
-"""An attention kernel that is not here falls back to one that is; nothing is fetched; the record says so."""
+"""Kernels of training: documents stay apart whichever computes, values are near, and what cannot train here is refused."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import warnings
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import transformers.integrations.hub_kernels
+import transformers.utils
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.engines.transformers import load
-from qad.model.loader import load_model, load_skeleton
-from qad.model.source import open_checkpoint
-from qad.model.streamed import streamed_model
-
-KEYS = ["attn_implementation", "_attn_implementation"]
-ABSENT = [
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-    "somebody/kernels",
-    "kernels-community/flash-attn",
-]
+from qad.errors import UsageError
+from qad.model.attention import train_with, training_attention
 
 
-def asking(source: Path, to: Path, key: str, kernel: object) -> Path:
-    shutil.copytree(source, to)
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**config, key: kernel}))
-    return to
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(*given: object, **named: object) -> None:
-        raise AssertionError(f"a kernel was asked for: {given}")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag on create_block_mask")
+@torch.no_grad()
+def test_flex_keeps_documents_apart_and_is_near_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(130), torch.arange(170)]).expand(2, -1)
 
-    for name in ("load_and_register_attn_kernel", "get_kernel"):
-        if hasattr(transformers.integrations.hub_kernels, name):
-            monkeypatch.setattr(transformers.integrations.hub_kernels, name, fetched)
+    def hidden(of: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = of.base_model(ids, position_ids=positions, use_cache=False)[0]
+        return found
 
-
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("kernel", ABSENT)
-def test_an_absent_kernel_is_replaced_and_named(tiny_llama_dir: Path, tmp_path: Path, key: str, kernel: str) -> None:
-    folder = asking(tiny_llama_dir, tmp_path / "asking", key, kernel)
-    source, ids = open_checkpoint(folder), torch.arange(3, 40)[None]
-    expected = load_model(open_checkpoint(tiny_llama_dir), "float32", "cpu")(ids).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_skeleton(source)  # computes nothing, so there is nothing to say
-    with pytest.warns(UserWarning, match=f"asks for {kernel} attention, which is not here"):
-        loaded = load(folder, "float32", "cpu")
-    assert loaded.engine.kernel_path == f"torch float32 matmul, sdpa attention (in place of {kernel})"
-    assert torch.equal(loaded.model(ids).logits, expected)
-    with pytest.warns(UserWarning, match=f"asks for {kernel} attention"):
-        streamed = streamed_model(source, "float32")
-    assert streamed is not None
-    assert torch.equal(streamed(ids).logits, expected)
+    monkeypatch.setattr("qad.model.attention.training_attention", lambda asked, device, model: "flex_attention")
+    own, flex = model(), model()
+    train_with("flex", "cuda", flex)
+    torch.compiler.set_stance("force_eager")
+    try:
+        expected, found = hidden(own, ids, positions), hidden(flex, ids, positions)
+        alone = hidden(flex, ids[:, 130:], positions[:, 130:])
+        seen = hidden(flex, ids, torch.arange(300).expand(2, -1))
+    finally:
+        torch.compiler.set_stance("default")
+    assert torch.allclose(found, expected, rtol=0, atol=2e-6)
+    assert torch.allclose(found[:, 130:], alone, rtol=0, atol=2e-6)
+    assert not torch.allclose(seen[:, 130:], alone, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_kernel_that_is_here_computes(tiny_llama_dir: Path, tmp_path: Path, key: str) -> None:
-    folder = asking(tiny_llama_dir, tmp_path / "asking", key, "eager")
-    assert load(folder, "float32", "cpu").engine.kernel_path == "torch float32 matmul, eager attention"
-    path = load(folder, "float32", "cpu", "sdpa").engine.kernel_path  # asked for by whoever measures
-    assert path == "torch float32 matmul, sdpa attention"
-    assert load(tiny_llama_dir, "float32", "cpu").engine.kernel_path == "torch float32 matmul, sdpa attention"
+def test_which_kernel_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = model()
+    assert training_attention("auto", "cpu", llama) is None
+    assert training_attention("sdpa", "cpu", llama) == "sdpa"
+    assert training_attention("auto", "cuda", llama) == "flex_attention"
+    monkeypatch.setattr(type(llama), "_supports_flex_attn", False)
+    assert training_attention("auto", "cuda", llama) is None
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: True)
+    assert training_attention("auto", "cuda:1", llama) == "flash_attention_2"
+    llama.config._attn_implementation = "eager"
+    assert training_attention("auto", "cuda", llama) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "why"),
+    [("flex", "cpu", "no backward pass on a CPU"), ("flash", "cuda", "pip install flash-attn"), ("flash", "cpu", "no backward")],
+)
+def test_a_kernel_that_cannot_train_is_refused(asked: str, device: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        training_attention(asked, device, model())
+    other: Any = SimpleNamespace(config=None)
+    with pytest.raises(UsageError, match="transformers has none for SimpleNamespace"):
+        training_attention(asked, device, other)

@@ -104,3 +104,25 @@ def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UsageError, match=r"needs torchao: pip install 'nvfp4-qad\[optim\]'"):
         make_optimizer(config(optimizer="adamw8bit"), masters())
+
+
+def test_offloaded_moments_give_the_bits_of_adamw(tmp_path: Path) -> None:
+    found = {}
+    for name in ("adamw", "adamw_offloaded"):
+        weights = masters(frozen=(NAMES[3],))
+        optimizer = make_optimizer(config(lr=1e-3, lr_scale={"*up_proj*": 0.1}, optimizer=name), weights)
+        for step in range(4):
+            set_learning_rate(optimizer, 1e-3 / (step + 1))
+            generator = torch.Generator().manual_seed(step)
+            for weight in list(weights.values())[: 2 + step % 2]:  # one without a gradient now and then
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        save_state(tmp_path, 4, weights, optimizer, {"step": 4})
+        found[name] = load_file(tmp_path / "state-00000004" / "tensors.safetensors")
+        again = make_optimizer(config(optimizer=name), weights)
+        assert load_state(tmp_path, weights, again) is not None
+        (tmp_path / "state-00000004").rename(tmp_path / name)
+    one, other = found.values()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
