@@ -61,7 +61,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     kernel on the same numbers, so the same bits; it costs 16 bytes a parameter over the bus and back, a step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """`closure` is refused: nothing here evaluates a loss twice."""
         assert closure is None
         held, groups = self.param_groups, [(group, parameter) for group in self.param_groups for parameter in group["params"]]
