@@ -38,6 +38,7 @@ STAGE_FILE = "stage.json"
 # Listed and hashed, but no part of the identity: wall-clock times; a card, which gets its recovery table once that is measured
 # and which its owner may edit.
 _NO_IDENTITY = ("metrics.jsonl", "README.md")
+_READ_AGAIN = 1 << 30  # bytes of a stage whose files are hashed before it is reused, some seconds; of a larger one sizes count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Artifact:
     @property
     def digest(self) -> str:
         return str(self.manifest["digest"])
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether `run_stage` hashes its files before it is reused; else their sizes are all that is looked at."""
+        return sum(facts["bytes"] for facts in self.manifest["files"].values()) <= _READ_AGAIN
 
     @property
     def config(self) -> dict[str, Any]:
@@ -110,10 +116,13 @@ def _read(path: Path, what: str) -> Artifact:
     return Artifact(path, manifest)
 
 
-def _require_files(artifact: Artifact) -> None:
+def _require_files(artifact: Artifact, contents: bool = False) -> None:
     for name, facts in artifact.manifest["files"].items():
         file = artifact.path / name
-        if name not in _NO_IDENTITY and (not file.is_file() or file.stat().st_size != facts["bytes"]):
+        if name in _NO_IDENTITY:
+            continue
+        there = file.is_file() and file.stat().st_size == facts["bytes"]
+        if not there or (contents and sha256_file(file) != facts["sha256"]):
             raise ArtifactError(f"{file} was removed or changed after it was written: remove {artifact.path} and run again")
 
 
@@ -223,7 +232,7 @@ def _finished(out: Path, kind: str, replace: bool) -> Artifact | None:
     try:
         found = _read(out, kind)
         if found.kind == kind:
-            _require_files(found)
+            _require_files(found, contents=found.is_read_again)
             return found
     except ArtifactError:
         if replace:

@@ -70,6 +70,8 @@ def build_tokenizer(folder: Path) -> Any:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"  # as the hub's models have it
+    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     return tokenizer
 
 

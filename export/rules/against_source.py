@@ -13,6 +13,7 @@ from qad.errors import SourceError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import built_config
 from qad.model.loader import load_tokenizer
+from qad.model.processor import PROCESSOR_FILES, processor_digest
 from qad.model.source import Checkpoint
 
 # Written by the library that saves, or about how rather than what is computed.
@@ -30,6 +31,9 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, objec
         if config.get(key) != original.get(key):
             told = f"{key} is {config.get(key)!r}, the source model has {original.get(key)!r}"
             yield error("W3", CONFIG, told, f"copy it from {source.folder}")
+    if processor_digest(folder.path) != processor_digest(source.folder):
+        told = f"{' and '.join(PROCESSOR_FILES)} are not the source model's: an engine sees images otherwise, or stops at one"
+        yield error("W3", "processor", told, f"copy them from {source.folder}")
     try:
         theirs = load_tokenizer(source.folder)
     except SourceError as failure:

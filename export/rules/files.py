@@ -137,8 +137,20 @@ def _own_files(folder: Folder) -> Iterator[Finding]:
             yield warning("E11", name, f"{fault}: which value counts depends on the reader", "write the file again")
     if not any((folder.path / name).is_file() for name in _TOKENIZERS):
         yield warning("E11", "tokenizer", f"there is none ({', '.join(_TOKENIZERS)})", "copy it from the source model")
+    yield from _of_transformers_5(folder)
     yield from _ids_without_row(folder)
     yield from _ends_of_text(folder)
+
+
+def _of_transformers_5(folder: Folder) -> Iterator[Finding]:
+    name = mapping(read_json(folder.path / "tokenizer_config.json")).get("tokenizer_class")
+    if name == "TokenizersBackend":
+        yield warning(
+            "E11",
+            "tokenizer_config.json",
+            "tokenizer_class is TokenizersBackend, which transformers 4 does not know: an engine that uses it stops",
+            'write "PreTrainedTokenizerFast", which both know, where an engine is to use transformers 4',
+        )
 
 
 def _rows(folder: Folder) -> int:

@@ -72,6 +72,8 @@ def _dequantize(gguf: Path, folder: Path) -> None:
     model.config._name_or_path = NAME
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"  # the name that transformers 4 knows as well
+    settings.write_text(settings.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"), "utf-8")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def _run(
 
     def made(artifact: Artifact) -> None:
         if str(artifact.manifest["created"]) < started:
-            say(f"   reused, made {artifact.manifest['created']}")
+            unread = "" if artifact.is_read_again else "; it is large, so its files are known by their sizes, not read again"
+            say(f"   reused, made {artifact.manifest['created']}{unread}")
 
     with clock("text"):
         require_enough_text(job, say)

@@ -520,3 +520,10 @@ def test_a_text_ends_for_every_engine(ends: Any, messages: list[str], exported: 
     found = check(exported)
     assert [(f.rule, f.severity, f.module) for f in found] == [("E11", "warning", path.name)] * len(messages)
     assert all(told in f.message for told, f in zip(messages, found, strict=True))
+
+
+def test_a_tokenizer_of_transformers_5_alone_is_named(exported: Path) -> None:
+    path = exported / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "TokenizersBackend"}))
+    found = [finding for finding in check(exported) if finding.module == path.name]
+    assert [(finding.rule, finding.severity) for finding in found] == [("E11", "warning")]

@@ -19,6 +19,7 @@ from harness.fidelity.section import test_sequences as sequences_of
 from qad.arms.arm import open_arm
 from qad.errors import DataError, SourceError, UsageError
 from qad.model.loader import auto_class, load_model
+from qad.model.streamed import streamed_model
 from qad.recipes.job import Job, prepare
 from qad.recipes.recipe import Recipe
 from qad.training.stages import METRICS, ptq_arm, trained_arm
@@ -65,6 +66,11 @@ def test_a_model_that_sees_goes_the_whole_way_on_images_and_text(job: Job, tmp_p
     batch = windows.at(torch.arange(2))
     inputs = batch.model_inputs("cpu")
     assert "pixel_values" in inputs
+    streamed, loaded = streamed_model(job.source, "float32"), load_model(job.source, "float32", "cpu")
+    if streamed is not None:  # calibration's, on a CPU
+        with torch.no_grad():
+            hidden = [model.base_model(**inputs)[0] for model in (streamed, loaded)]
+        assert torch.equal(*hidden)
     assert "position_ids" not in inputs
     ptq_arm(job, tmp_path / "ptq")
     trained_arm(job, "qad", tmp_path / "ptq", tmp_path / "qad")
@@ -76,6 +82,9 @@ def test_a_model_that_sees_goes_the_whole_way_on_images_and_text(job: Job, tmp_p
         assert [f for f in check(tmp_path / "export" / arm, source=tmp_path / arm) if f.severity == "error"] == []
     exported = tmp_path / "export" / "qad"
     assert (exported / "preprocessor_config.json").is_file()
+    (exported / "preprocessor_config.json").rename(tmp_path / "kept.json")
+    assert any(f.module == "processor" for f in check(exported, source=tmp_path / "qad") if f.severity == "error")
+    (tmp_path / "kept.json").rename(exported / "preprocessor_config.json")
     opened = open_arm(tmp_path / "qad")
     student = Student(opened, load_model(opened.source, "float32", "cpu"))
     config = transformers.AutoConfig.from_pretrained(exported)

@@ -184,3 +184,15 @@ def test_a_manifest_that_lacks_something_is_named(tmp_path: Path) -> None:
         (folder / "qad_manifest.json").write_text(text)
         with pytest.raises(ArtifactError, match="cannot be read"):
             open_artifact(folder)
+
+
+def test_contents_of_the_same_size_are_read_before_they_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(tmp_path / "out", "aaaa")
+    (tmp_path / "out" / "data.txt").write_text("aaab")
+    with pytest.raises(ArtifactError, match="changed after it was written"):
+        stage(tmp_path / "out", "aaaa")
+    monkeypatch.setattr("qad.artifact._READ_AGAIN", 3)
+    assert not stage(tmp_path / "out", "aaaa").is_read_again
+    monkeypatch.undo()
+    assert stage(tmp_path / "out", "aaaa", replace=True).is_read_again
+    assert (tmp_path / "out" / "data.txt").read_text() == "aaaa"
