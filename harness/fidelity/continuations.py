@@ -18,6 +18,14 @@ from harness.serving.in_process import cache_argument
 from qad.errors import DataError
 
 
+def beginnings(sequences: Sequence[tuple[str, Tensor]], prompt_tokens: int) -> list[tuple[str, Tensor]]:
+    """The prompts, of the sequences that are longer. Raises DataError where none is."""
+    chosen = [(cluster, ids[:prompt_tokens]) for cluster, ids in sequences if len(ids) > prompt_tokens]
+    if not chosen:
+        raise DataError(f"no sequence of the test text is longer than a prompt of {prompt_tokens} tokens: ask for a shorter one")
+    return chosen
+
+
 def measure_continuations(
     students: Mapping[str, nn.Module],
     teacher: nn.Module,
@@ -32,9 +40,7 @@ def measure_continuations(
 
     Raises DataError where there is none.
     """
-    chosen = [(cluster, ids[:prompt_tokens]) for cluster, ids in sequences if len(ids) > prompt_tokens]
-    if not chosen:
-        raise DataError(f"no sequence of the test text is longer than a prompt of {prompt_tokens} tokens: ask for a shorter one")
+    chosen = beginnings(sequences, prompt_tokens)
     found: dict[str, list[Continuation]] = {name: [] for name in students}
     for number, (cluster, prompt) in enumerate(chosen):
         greedy = _greedy(teacher, prompt, new_tokens)

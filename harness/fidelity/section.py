@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from harness.fidelity.continuations import measure_continuations
+from harness.fidelity.continuations import beginnings, measure_continuations
 from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.layers import measure_layers
 from harness.fidelity.parts import measure_parts
@@ -78,6 +78,13 @@ def measure_distances(
         for name, entries in written.items():
             measured[name] = dataclasses.replace(measured[name], continuations=entries)
     return measured
+
+
+def require_test_text(section: Fidelity, parts: list[Part], tokenizer: Any, seed: int, teacher: Checkpoint, dtype: str) -> None:
+    """Raises DataError, before anything is measured, for text that is too short for what is asked."""
+    found, _ = test_sequences(section, parts, tokenizer, seed, teacher, dtype)
+    if section.new_tokens:
+        beginnings(found.pairs, section.prompt_tokens)
 
 
 def test_sequences(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from qad.command import arguments, folders, interface, measure_options
@@ -82,13 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--data", type=arguments.path, required=True, metavar="FILE", help="text or JSONL, in the model's own domain"
     )
-    sub.add_argument("--gpu", metavar="NAME", help="the machine it will run on, such as h200 (default: this one)")
-    sub.add_argument("--gpus", type=arguments.count, default=1, metavar="N", help="how many of them (default: 1)")
+    _gpus(sub)
     sub.add_argument("--out", type=arguments.path, metavar="FILE", help="recipe to write (default: standard output)")
     _trust(sub)
 
     sub = _command(commands, "plan", _plan, "say what a recipe would do, before it is done")
     _recipe(sub)
+    _gpus(sub)
     sub.add_argument("--emit", choices=["megatron-bridge"], help="print what the recipe is there instead, and what it cannot be")
 
     sub = _command(commands, "keys", _keys, "list the keys of a recipe: type, default, meaning")
@@ -216,6 +218,11 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     _trust(parser)
 
 
+def _gpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", metavar="NAME", help="the machine it will run on, such as h200 (default: this one)")
+    parser.add_argument("--gpus", type=arguments.count, default=1, metavar="N", help="how many of them (default: 1)")
+
+
 def _trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code",
@@ -265,7 +272,9 @@ def _plan(args: argparse.Namespace) -> int:
 
         print("\n".join(megatron_bridge(recipe)))
         return 0
-    interface.plan(recipe, say=say)
+    interface.plan(recipe, gpu=args.gpu, gpus=args.gpus, say=say)
+    given = "".join(f" --set {shlex.quote(override)}" for override in args.overrides)
+    say(f"next   qad run {args.recipe}{given} --out runs/{Path(args.recipe).stem}")
     return 0
 
 

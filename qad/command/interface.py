@@ -113,15 +113,18 @@ def load_recipe(recipe: Place, overrides: Iterable[str] = ()) -> Recipe:
     return load_recipe(str(recipe), overrides)
 
 
-def plan(recipe: Recipe | Place, *, say: Say = print, trust_remote_code: bool = False) -> None:
+def plan(
+    recipe: Recipe | Place, *, gpu: str | None = None, gpus: int = 1, say: Say = print, trust_remote_code: bool = False
+) -> None:
     """Say what a recipe would do. Raises QadError where `run` could not finish it.
 
+    gpu, gpus: the machine it will run on, such as "h200"; None: this one.
     trust_remote_code: run the *.py files that a model folder brings along.
     """
     from qad.command.planning.plan import plan
 
     with _code(trust_remote_code):
-        plan(_recipe(recipe), say)
+        plan(_recipe(recipe), say, gpu, gpus)
 
 
 def run(recipe: Recipe | Place, out: Place, *, redo: bool = False, say: Say = print, trust_remote_code: bool = False) -> Results:

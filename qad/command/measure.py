@@ -184,7 +184,16 @@ def fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
     extras = {key: getattr(args, key, False) for key in ("per_layer", "split")} | {
         "new_tokens": getattr(args, "new_tokens", None)
     }
-    return {"data": args.data, "tokens": args.tokens, "seq_len": args.seq_len, **extras}
+    return {"data": _data(args.data), "tokens": args.tokens, "seq_len": args.seq_len, **extras}
+
+
+def _data(given: str) -> str | dict[str, str]:
+    """A file of rows is read by the field that it has."""
+    if not given.endswith((".jsonl", ".json")):
+        return given
+    from qad.command.planning.init import field_of
+
+    return {"source": "jsonl", "path": given, "field": field_of(Path(given))}
 
 
 def accuracy_section(args: argparse.Namespace) -> dict[str, Any]:

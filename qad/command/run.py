@@ -34,6 +34,7 @@ from harness.records.comparison import Comparison
 from harness.records.record import Record
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
+from qad.command.planning.machine import require_room
 from qad.command.planning.preflight import require_measurable
 from qad.command.planning.scale import as_it_fits
 from qad.command.tracking import Tracker, tracking
@@ -94,6 +95,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
             job = prepare(recipe, say, out / "text")
             job = as_it_fits(job, say)
             require_measurable(job, out)
+            require_room(job, out)
             _require_same_model(job, out)
         with template_clock(_template_time(job, out)):
             return _run(job, out, say, tracker, clock, kinds, redo)

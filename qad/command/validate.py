@@ -25,6 +25,7 @@ from export.rules.findings import finding_lines
 from harness.accuracy.section import Scoring
 from harness.compare.policy import load_policy
 from harness.engines.available import run_engine
+from harness.fidelity.section import require_test_text
 from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from qad.arms.origin import reference_of
@@ -86,6 +87,9 @@ def validate(asked: Validation, out: Path, say: Callable[[str], None]) -> None:
         _require_originals(subjects, baseline, say)
         if asked.measure.accuracy:
             Scoring.of(asked.measure.accuracy, asked.seed).require_data()
+        if asked.measure.fidelity:
+            text = _text(asked, baseline), baseline.tokenizer, asked.seed, baseline.source, baseline.dtype
+            require_test_text(asked.measure.fidelity, *text)
         _require_sound(subjects, say)
         _claim(asked, out)
         measuring = Measuring(subjects, asked.measure, lambda: _text(asked, baseline), out, say)

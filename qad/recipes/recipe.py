@@ -191,7 +191,8 @@ class Train(_Strict):
     def _whole(self) -> Train:
         if self.steps < 1:
             raise ValueError(
-                f"tokens {self.tokens} is less than one step (batch_size {self.batch_size} x seq_len): give more tokens"
+                f"tokens {self.tokens:,} is less than one step of {self.tokens_per_step:,} "
+                f"(batch_size {self.batch_size} x seq_len {self.seq_len:,}): give more tokens, or lower one of the two"
             )
         if self.epochs > self.steps:
             raise ValueError(f"epochs {self.epochs} is more than the {self.steps} steps that tokens {self.tokens} allows")

@@ -59,21 +59,18 @@ def starter_recipe(model: str, data: Path, gpu: str | None = None, gpus: int = 1
 
     Raises SourceError, DataError, UsageError for a model or data that no recipe could use.
     """
-    if gpu is not None and gpu not in GPUS:
-        raise UsageError(f"--gpu {gpu!r} is unknown: use one of {', '.join(GPUS)}")
+    memory = gpu_bytes(gpu) * gpus if gpu is not None else _memory()
     source = open_checkpoint(model)
     tokenizer = load_tokenizer(source.folder)
     text = _text(data, tokenizer, source.folder)
-    recipe, notes = _recipe(model, source, text, gpu, gpus)
+    recipe, notes = _recipe(model, source, text, memory, gpu is not None or torch.cuda.is_available())
     parse_recipe(recipe, "the recipe")
     return _commented(recipe, notes)
 
 
-def _recipe(model: str, source: Checkpoint, text: _Text, gpu: str | None, gpus: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _recipe(model: str, source: Checkpoint, text: _Text, memory: float, on_gpu: bool) -> tuple[dict[str, Any], dict[str, str]]:
     parameters = sum(math.prod(info.shape) for info in source.tensors.values())
-    on_gpu = gpu is not None or torch.cuda.is_available()
     seq_len = _seq_len(text.length, _positions(source), on_gpu)
-    memory = _memory(gpu, gpus)
     savers = _savers(parameters, memory)
     batch = max(1, (32768 if on_gpu else 512) // seq_len)
     wanted = 50_000_000 if on_gpu else 32_768
@@ -124,7 +121,7 @@ def _recipe(model: str, source: Checkpoint, text: _Text, gpu: str | None, gpus: 
 def _text(path: Path, tokenizer: Any, model: Path) -> _Text:
     data: str | dict[str, str] = str(path)
     if path.suffix in (".jsonl", ".json"):
-        data = {"source": "jsonl", "path": str(path), "field": _field(path)}
+        data = {"source": "jsonl", "path": str(path), "field": field_of(path)}
     (source,) = Data.model_validate(data).root
     whole = source.model_copy(update={"split": "all"})
     found = documents(whole, "train")  # type: ignore[arg-type]
@@ -149,7 +146,7 @@ def _text(path: Path, tokenizer: Any, model: Path) -> _Text:
     return _Text(data, len(found), int(statistics.mean(lengths) * len(found)), longest, chats, shares)
 
 
-def _field(path: Path) -> str:
+def field_of(path: Path) -> str:
     """The field of the first row that holds text or a conversation. Raises DataError naming what is there."""
     try:
         row = next((value for _, value in json_lines(path) if isinstance(value, dict)), {})
@@ -173,9 +170,14 @@ def _seq_len(length: int, positions: int, on_gpu: bool) -> int:
     return int(min(wanted, positions, 4096 if on_gpu else 512))
 
 
-def _memory(gpu: str | None, gpus: int) -> float:
-    if gpu is not None:
-        return GPUS[gpu] * 1e9 * gpus
+def gpu_bytes(gpu: str) -> float:
+    """Its memory. Raises UsageError for a name that is not known."""
+    if gpu not in GPUS:
+        raise UsageError(f"--gpu {gpu!r} is unknown: use one of {', '.join(GPUS)}")
+    return GPUS[gpu] * 1e9
+
+
+def _memory() -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(psutil.virtual_memory().total)

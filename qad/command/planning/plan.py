@@ -10,20 +10,25 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from qad.command.planning.init import gpu_bytes
+from qad.command.planning.machine import require_memory, require_room, shapes
 from qad.command.planning.preflight import require_measurable
-from qad.command.planning.scale import MOMENTS, WIDTH, Shape, config_alone, config_shape, scale_lines
-from qad.model.loader import load_skeleton
+from qad.command.planning.scale import MOMENTS, WIDTH, config_alone, config_shape, scale_lines
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
-from qad.recipes.recipe import BF16, Recipe, Train
+from qad.recipes.recipe import BF16, Measure, Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
 from qad.training.chunked import LIVE, default_chunk
 from qad.training.sensitivity import units_of
 
 
-def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Find and check everything the recipe names, as `qad run` would, and print what it would do. Raises QadError."""
+def plan(recipe: Recipe, say: Callable[[str], None], gpu: str | None = None, gpus: int = 1) -> None:
+    """Find and check everything the recipe names, as `qad run` would, and print what it would do.
+
+    Raises QadError where that could not be finished, on this machine or on `gpus` of the GPU that is named.
+    """
+    memory = gpu_bytes(gpu) if gpu else 0.0
     folder = Path(recipe.model).expanduser()
     if folder.is_dir() and config_alone(folder):
         _plan_config(folder, recipe, say)
@@ -41,11 +46,29 @@ def plan(recipe: Recipe, say: Callable[[str], None]) -> None:
         say(line)
     for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
         say(line)
-    if train:
-        shape = Shape.of(load_skeleton(job.source), job.selection, train)
-        teacher = None if job.teacher is job.source else Shape.of(load_skeleton(job.teacher), None)
-        for line in scale_lines(shape, train, job.dtype, teacher):
+    found = shapes(job) if train else None
+    if train and found:
+        for line in scale_lines(found[0], train, job.dtype, found[1]):
             say(line)
+    for line in _measurements(recipe.measure):
+        say(line)
+    if gpu is None:
+        require_room(job)
+    elif train and found:
+        require_memory(found, train, job.dtype, memory, gpus, gpu)
+
+
+def _measurements(measure: Measure) -> Iterator[str]:
+    """What `qad run` measures of every arm."""
+    fidelity, accuracy, speed = measure.fidelity, measure.accuracy, measure.throughput
+    kinds = ["memory"] * measure.memory
+    kinds += [f"fidelity ({fidelity.tokens:,} tokens of {fidelity.data.name})"] if fidelity else []
+    if accuracy:
+        few = f", {accuracy.limit} items each" if accuracy.limit else ""
+        kinds.append(f"accuracy ({accuracy.suite or ', '.join(accuracy.tasks)}{few})")
+    if speed:
+        kinds.append(f"throughput ({speed.input_tokens} + {speed.output_tokens} tokens)")
+    yield f"measure {', '.join(kinds) or 'nothing'}"
 
 
 def _plan_config(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from harness.accuracy.section import Scoring
 from harness.engines.environment import engine_python, installed
 from harness.engines.registered import ENGINES
+from harness.fidelity.section import require_test_text
 from harness.measure.throughput import Serving, load_pythons
 from harness.serving.drivers import choose_driver
 from qad.command.tracking import require_tracker
 from qad.errors import UsageError
 from qad.recipes.job import Job
+from qad.text.data import Generations
 
 
 def require_measurable(job: Job, out: Path | None = None) -> None:
@@ -22,6 +24,7 @@ def require_measurable(job: Job, out: Path | None = None) -> None:
     _require_layout(job)
     _require_engine(job)
     _require_tasks(job, out)
+    _require_test_text(job)
 
 
 def _require_layout(job: Job) -> None:
@@ -54,3 +57,11 @@ def _require_tasks(job: Job, out: Path | None) -> None:
     if section is None or (out and all((out / "measure" / arm / "accuracy.json").is_file() for arm in arms)):
         return
     Scoring.of(section, job.recipe.seed).require_data()
+
+
+def _require_test_text(job: Job) -> None:
+    """Documents enough for the distance; what the teacher is to write is not there yet."""
+    section = job.recipe.measure.fidelity
+    if section is None or any(isinstance(source, Generations) for source in section.data.root):
+        return
+    require_test_text(section, job.text["test"], job.tokenizer, job.recipe.seed, job.source, job.dtype)
