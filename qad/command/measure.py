@@ -6,94 +6,51 @@ Each command imports what it needs when it runs, as in qad.command.cli.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.engines.registered import ENGINES, HERE
-from qad.command import measure_options as options
+from qad.command.options import measuring as options
 from qad.errors import UsageError
 from qad.untrusted import mapping, regular_bytes, strict_json
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
 _SERVED = " or ".join(ENGINES)
+_LOADS = ("memory", "fidelity", "accuracy", "throughput", "parity")  # models, whose code may be trusted
 
 
 def add(parser: argparse.ArgumentParser, trust: _Option, say: _Say) -> None:
     """The kinds of measurement as commands of `parser`. trust adds --trust-remote-code; say prints a line."""
     kinds = parser.add_subparsers(metavar="KIND", required=True)
-
-    def kind(name: str, function: Callable[[argparse.Namespace, _Say], int], text: str, *options: _Option) -> None:
+    for name, (function, text, given) in _kinds().items():
         sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        sub.set_defaults(command=lambda args: _placed(function, args, say), kind=name)
-        for option in options:
+        sub.set_defaults(command=functools.partial(_placed, function, say), kind=name)
+        for option in (*given, *[trust] * (name in _LOADS)):
             option(sub)
 
-    kind(
-        "memory",
-        _memory,
-        "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself",
-        options.folder,
-        options.common,
-        options.engine,
-        trust,
-    )
-    kind(
-        "fidelity",
-        _here,
-        "distance from the BF16 teacher's distribution",
-        options.folder,
-        options.common,
-        options.fidelity,
-        options.asked,
-        trust,
-    )
-    kind(
-        "accuracy",
-        _here,
-        "benchmarks through lm-evaluation-harness",
-        options.folder,
-        options.common,
-        options.accuracy,
-        options.asked,
-        trust,
-    )
-    kind(
-        "throughput",
-        _throughput,
-        "prefill and decode speed in this process; with --engine or --server a server's speed",
-        options.folders,
-        options.common,
-        options.engine,
-        options.load,
-        trust,
-    )
-    kind(
-        "trtllm-bench",
-        _bench,
-        "speed by TensorRT-LLM's own benchmark, without a server",
-        options.folders,
-        options.out,
-        options.seed,
-        options.environment,
-        options.shape,
-        options.bench,
-    )
-    kind(
-        "parity",
-        _parity,
-        "whether an engine's log-probabilities are the torch reference's",
-        options.folder,
-        options.common,
-        options.engine,
-        options.prompts,
-        trust,
-    )
-    kind("import", _import, "a load tool's result file, converted to our definitions", options.result)
+
+def _kinds() -> dict[str, tuple[Callable[[argparse.Namespace, _Say], int], str, tuple[_Option, ...]]]:
+    """Name -> what it does, in words too, and its groups of options."""
+    o = options
+    engine = "bytes by class, KV cache, GPUs that fit; with --engine what the engine says of itself"
+    speed = "prefill and decode speed in this process; with --engine or --server a server's speed"
+    parity = "whether an engine's log-probabilities are the torch reference's"
+    bench = (o.folders, o.out, o.seed, o.environment, o.shape, o.bench)
+    return {
+        "memory": (_memory, engine, (o.folder, o.common, o.engine)),
+        "fidelity": (_here, "distance from the BF16 teacher's distribution", (o.folder, o.common, o.fidelity, o.asked)),
+        "accuracy": (_here, "benchmarks through lm-evaluation-harness", (o.folder, o.common, o.accuracy, o.asked)),
+        "throughput": (_throughput, speed, (o.folders, o.common, o.engine, o.load)),
+        "trtllm-bench": (_bench, "speed by TensorRT-LLM's own benchmark, without a server", bench),
+        "parity": (_parity, parity, (o.folder, o.common, o.engine, o.prompts)),
+        "import": (_import, "a load tool's result file, converted to our definitions", (o.result,)),
+    }
 
 
-def _placed(function: Callable[[argparse.Namespace, _Say], int], args: argparse.Namespace, say: _Say) -> int:
+def _placed(function: Callable[[argparse.Namespace, _Say], int], say: _Say, args: argparse.Namespace) -> int:
     _require_place(args)
     return function(args, say)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from harness.engines.registered import AUTOMATIC, ENGINES, NAMES
-from qad.command import arguments
+from qad.command.options import arguments
 
 _SERVED = " or ".join(ENGINES)
 _TOOLS = ["vllm", "sglang", "aiperf", "guidellm", "trtllm"]
