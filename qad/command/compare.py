@@ -73,7 +73,8 @@ def compare_arms(
     artifact = run_stage(_KIND, out, config, inputs, work, replace=True)
     found = contrasts(comparison), training_seeds(comparison), serving_table(comparison, records)
     tables = [table_text(table) for table in found if table]
-    parts = [summary_text(comparison, records), *tables, *noise_lines(comparison)]
+    left_out = "\n".join(f"not compared: {clean(note, 500)}" for note in comparison.not_compared)
+    parts = [summary_text(comparison, records), *tables, *noise_lines(comparison), left_out]
     if verdict:
         parts.append(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return artifact, "\n\n".join(part for part in parts if part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qad.untrusted import clean, mapping, strict_json
 from qad.untrusted.yaml_text import read_yaml
 
 RECIPE = "recipe.yaml"
+COMPARISON = "comparison"  # kind of its folder
 
 
 def show(folder: Path) -> str:
@@ -19,10 +21,22 @@ def show(folder: Path) -> str:
     if (folder / RECIPE).is_file() and not (folder / MANIFEST).is_file():
         return _run(folder)
     artifact = open_artifact(folder)
+    if artifact.manifest["kind"] == COMPARISON:
+        return _comparison(folder, artifact.manifest)
     manifest = dict(artifact.manifest)
     files = manifest.pop("files")
     manifest["files"] = {"count": len(files), "bytes": sum(f["bytes"] for f in files.values())}
     return json.dumps(manifest, indent=1, ensure_ascii=False)
+
+
+def _comparison(folder: Path, manifest: Mapping[str, Any]) -> str:
+    arms = sorted(path.name for path in (folder / "measure").iterdir())
+    width = max(map(len, arms))
+    lines = [f"comparison of {len(arms)} arms, made {manifest['created']}"]
+    lines += [f"  {clean(arm, 40):<{width}} {_records(folder / 'measure' / arm, {}, [])}" for arm in arms]
+    policy = mapping(manifest["config"].get("policy")).get("name", "drop-1pct")
+    lines.append(f"  report {folder / 'report' / 'report.html'}")
+    return "\n".join([*lines, f"next: qad gate {folder} --policy {clean(str(policy), 60)}"])
 
 
 def _run(folder: Path) -> str:

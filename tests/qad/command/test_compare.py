@@ -287,3 +287,21 @@ def test_a_comparison_survives_json() -> None:
     assert math.isnan(from_json(raw).median_recovery["ptq"].value)
     with pytest.raises(ValueError, match="Field required"):
         from_json({"arms": []})
+
+
+def test_show_tells_what_a_comparison_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *write(tmp_path, arms()), "--out", str(tmp_path / "out"), "--policy", "size-first"]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "out")]) == 0
+    first, *rest, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("comparison of 3 arms, made 20")
+    assert rest[0] == "  bf16 measured: accuracy, memory"
+    assert last == f"next: qad gate {tmp_path / 'out'} --policy size-first"
+
+
+def test_what_was_left_out_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = Path(__file__).parents[2] / "harness" / "imported" / "recorded"
+    for arm, file in (("bf16", "vllm.json"), ("ptq", "guidellm.json")):
+        assert main(["measure", "import", str(recorded / file), "--arm", arm, "--out", str(tmp_path / f"{arm}.json")]) == 0
+    assert main(["compare", str(tmp_path / "bf16.json"), str(tmp_path / "ptq.json"), "--out", str(tmp_path / "out")]) == 0
+    assert re.search(r"^not compared: .*they differ in .*load tool", capsys.readouterr().out, re.MULTILINE)
