@@ -298,7 +298,7 @@ def shared_vocabulary(student: Any, teacher: Any, student_size: int, teacher_siz
     """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     ids: dict[int, str] = {index: token for token, index in theirs.items()}
-    for token, index in ours.items():
+    for token, index in sorted(ours.items(), key=lambda found: found[1]):
         other = ids.get(index, token)
         if other != token or theirs.get(token, index) != index:
             raise DataError(
