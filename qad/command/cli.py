@@ -23,6 +23,7 @@ from qad.command.stopped import exit_code, stoppable
 from qad.command.terminal import forget_output, quiet_third_parties, say, tell
 from qad.errors import QadError, UsageError
 from qad.place import FULL, not_written
+from qad.training.ranks.started import is_first, on_ranks, several_ranks
 from qad.untrusted import clean
 
 _SOMEWHERE = "standard output or a file of a library (TMPDIR, HF_HOME)"
@@ -36,9 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stoppable():
             return _run_command(args)
     except QadError as error:
-        tell(f"qad: error: {error}")
+        if not getattr(error, "silent", False):  # another rank says it
+            tell(f"qad: error: {error}")
         return error.exit_code
     except KeyboardInterrupt as error:
+        if several_ranks() and not is_first():
+            return exit_code(error)
         by = f" by {error}" if str(error) else ""
         tell(f"\nqad: interrupted{by}; finished stages and the last saved state are kept, run it again to go on")
         return exit_code(error)
@@ -61,8 +65,8 @@ def _run_command(args: argparse.Namespace) -> int:
         from qad.model.loader import remote_code
 
         with remote_code(True):
-            return command(args)
-    return command(args)
+            return on_ranks(command, args, may_share=command in (_run, _train, _ptq))
+    return on_ranks(command, args, may_share=command in (_run, _train, _ptq))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,11 +142,12 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
     from qad.training.search import searched
-    from qad.training.stages import ptq_arm
+    from qad.training.stages import ptq_arm, require_shareable
 
     recipe = load_recipe(args.recipe, args.overrides)
     require_arm_place(recipe, "ptq", args.out)
     job = prepare(recipe, say, args.out.parent / "text")
+    require_shareable(job)
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         artifact = ptq_arm(searched(job, args.out.parent / "search", say), args.out)
@@ -157,7 +162,7 @@ def _train(args: argparse.Namespace) -> int:
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
     from qad.training.search import searched
-    from qad.training.stages import ptq_arm, trained_arm
+    from qad.training.stages import ptq_arm, require_shareable, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)
     if len(recipe.training.methods) > 1:
@@ -170,6 +175,7 @@ def _train(args: argparse.Namespace) -> int:
     elif open_arm(ptq).scales == KEPT:
         raise UsageError(f"{ptq} was imported with its codes, nothing to train from: give a PTQ arm, or leave --ptq out")
     job = as_it_fits(prepare(recipe, say, args.out.parent / "text"), say)
+    require_shareable(job)
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         require_enough_text(job, say)

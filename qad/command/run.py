@@ -47,7 +47,7 @@ from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
 from qad.training.search import searched
-from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, trained_arm
+from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, require_shareable, trained_arm
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml
 from reports.card import recovery_table
@@ -94,6 +94,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
             job = as_it_fits(job, say)
+            require_shareable(job)
             require_measurable(job, out)
             require_room(job, out)
             _require_same_model(job, out)

@@ -7,7 +7,8 @@ Code that a folder brings along (*.py, named by `auto_map`) is run only inside `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,23 +105,26 @@ def load_model(source: Checkpoint, dtype: str, device: str, attention: str | Non
     return _with_base(model).to(device).requires_grad_(False).eval()
 
 
-def load_skeleton(source: Checkpoint, dtype: str | None = None) -> Any:
+def load_skeleton(source: Checkpoint, dtype: str | None = None, device: str = "cpu", split: bool = True) -> Any:
     """The model's modules on the meta device, its experts split: names and shapes, no weights, no time.
 
     dtype: but buffers on the CPU, those that are computed, such as rotary frequencies, with the values they have in the model
     loaded in that dtype.
+    device: where it will run, which decides its attention.
+    split: False leaves experts in transformers' parameters.
     """
     try:
         require_bounded(source.config)
         config = _config(source)
-        with_attention_here(config, "cpu", str(source.folder), say=dtype is not None)
+        with_attention_here(config, device, str(source.folder), say=dtype is not None)
         shapes = [info.shape for info in source.tensors.values()]
         with _weightless() if dtype else torch.device("meta"), built_for(shapes):
             model = auto_class(config).from_config(
                 config, trust_remote_code=_trusted, **({"dtype": DTYPES[dtype]} if dtype else {})
             )
             name_tensors(model, source.tensors)
-            split_experts(model)
+            if split:
+                split_experts(model)
     except OversizedError as error:
         raise SourceError(
             f"{source.folder}/config.json asks for more than its {len(source.tensors):,} tensors fill: {error}; fetch it again"
@@ -154,6 +158,12 @@ def auto_class(config: Any) -> Any:
     text = text or type(config) in AutoModelForCausalLM._model_mapping
     takes_images = sees is not None and (not text or getattr(sees, "__name__", "") in named)
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def stays_wide(model: Any, dtype: str) -> Callable[[str], bool]:
+    """Which tensors of the model, by name there, transformers keeps in FP32 whatever the dtype: routers."""
+    pattern = "|".join(model._get_dtype_plan(DTYPES[dtype])).replace("*", ".*")
+    return lambda name: bool(pattern and re.search(pattern, name))
 
 
 @contextmanager

@@ -9,14 +9,13 @@ numbers are those of the loaded model; only for passes without gradients.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qad.model.loader import DTYPES, load_skeleton
+from qad.model.loader import load_skeleton, stays_wide
 from qad.model.names import names_of
 from qad.model.source import Checkpoint
 
@@ -43,14 +42,13 @@ def streamed_model(source: Checkpoint, dtype: str) -> Any | None:
     """
     model = load_skeleton(source, dtype).requires_grad_(False).eval()
     names = names_of(model)
-    in_fp32 = "|".join(model._get_dtype_plan(DTYPES[dtype])).replace("*", ".*")  # routers, whatever the model's dtype
+    wide = stays_wide(model, dtype)
     stored: dict[str, _Stored] = {}
     for name, value in (*model.named_parameters(), *model.state_dict().items()):
-        found = _stored_name(source, names.tensor(name), value)
+        found = stored_name(source, names.tensor(name), value)
         if found is None:
             return None
-        wide = in_fp32 and re.search(in_fp32, name)
-        stored[name] = _Stored(source, found, torch.float32 if wide else value.dtype)
+        stored[name] = _Stored(source, found, torch.float32 if wide(name) else value.dtype)
     for path, module in model.named_modules():
         _stream(
             module, {leaf: stored.get(f"{path}.{leaf}" if path else leaf) for leaf in (*module._parameters, *module._buffers)}
@@ -71,7 +69,7 @@ def _stream(module: nn.Module, stored: Mapping[str, _Stored | None]) -> None:
         module._parameters.update(absent)
 
 
-def _stored_name(source: Checkpoint, name: str, value: Tensor) -> str | None:
+def stored_name(source: Checkpoint, name: str, value: Tensor) -> str | None:
     """The source's name of a parameter or buffer, None where it has no such tensor of that shape."""
     found = source.embedding if name == source.head and source.tied_embeddings else name
     info = source.tensors.get(found) if found else None

@@ -88,14 +88,15 @@ def dense_experts_forward(experts: Any, hidden_states: Tensor) -> Tensor:
 
 def quantize_experts(model: Any, experts: Mapping[str, ExpertInputs | None]) -> dict[str, ExpertInputs]:
     """Let the named experts of a model quantize their inputs, in place; None: they compute as in BF16. Scales move to the
-    layer's device. Returns what the layers then hold."""
+    layer's device, unless that is meta. Returns what the layers then hold."""
     quantized: dict[str, ExpertInputs] = {}
     for name, inputs in experts.items():
         if inputs is None:
             continue
         module = model.get_submodule(name)
-        device = next(module.parameters()).device
-        first, second = (None if scale is None else scale.to(device) for scale in (inputs.first, inputs.second))
+        parameter = next(module.parameters())
+        device = None if parameter.is_meta else parameter.device
+        first, second = (None if scale is None else scale.to(device=device) for scale in (inputs.first, inputs.second))
         module.inputs = quantized[name] = dataclasses.replace(inputs, first=first, second=second)
         if not hasattr(module, "is_transposed"):  # transformers has no choice of functions for it
             module.forward = functools.partial(dense_experts_forward, module)

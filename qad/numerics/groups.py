@@ -41,11 +41,13 @@ def fake_quantize_group(
     frozen: Mapping[str, nvfp4.FrozenScales] = _NONE_FROZEN,
     format: str = NVFP4,
     out: Mapping[str, Tensor] = MappingProxyType({}),
+    largest: Tensor | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """What `quantize_group` would store, decoded, one member at a time: (module name, weight), in the weights' dtype or
-    written to `out`, by module name."""
+    written to `out`, by module name. largest: magnitude of the members without frozen scales, FP32, where `weights` are rows of
+    them only; None: found here."""
     rule = FORMATS[format].numerics()
-    shared = _shared_scale(weights, frozen, format)
+    shared = _shared_scale(weights, frozen, format) if largest is None else rule.global_scale_from_amax(largest)
     for name, weight in weights.items():
         found = frozen.get(name)
         if found is None:

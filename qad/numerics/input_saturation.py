@@ -24,11 +24,27 @@ class InputSaturation:
     def __init__(self) -> None:
         self._saturated: dict[torch.device, Tensor] = {}
         self._blocks = 0
+        self._aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs within the block is not counted."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Saturated blocks, and all of them."""
+        return sum(int(count) for count in self._saturated.values()), self._blocks
 
     @property
     def share(self) -> float | None:
         """Saturated blocks / all of them; None where no input was quantized."""
-        return sum(int(count) for count in self._saturated.values()) / self._blocks if self._blocks else None
+        saturated, blocks = self.counts
+        return saturated / blocks if blocks else None
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -61,6 +77,8 @@ class InputSaturation:
             self._add(x, scale, inputs.format)
 
     def _add(self, x: Tensor, scale: Tensor, format: str) -> None:
+        if self._aside:
+            return
         count = saturated_blocks(x, scale, FORMATS[format].largest)
         before = self._saturated.get(count.device)
         self._saturated[count.device] = count if before is None else before + count

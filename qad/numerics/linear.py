@@ -69,12 +69,12 @@ class QuantizedLinear(nn.Linear):
 
     @classmethod
     def wrap(cls, linear: nn.Linear, input_scale: Tensor | None, format: str) -> QuantizedLinear:
-        """Take over a Linear's own parameters; nothing is copied."""
+        """Take over a Linear's own parameters; nothing is copied. On the meta device the scale stays where it is."""
         wrapped = cls(1, 1, bias=False, device="meta")
         wrapped.format = format
         wrapped.in_features, wrapped.out_features = linear.in_features, linear.out_features
         wrapped.weight, wrapped.bias = linear.weight, linear.bias
-        device = linear.weight.device
+        device = None if linear.weight.is_meta else linear.weight.device
         scale = None if input_scale is None else input_scale.to(device=device, dtype=torch.float32)
         wrapped.register_buffer("input_scale", scale, persistent=False)
         return wrapped

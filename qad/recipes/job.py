@@ -50,6 +50,11 @@ class Job:
     text_folder: Path | None = None
     rows: bool = False  # one document a window, as the model does not keep packed ones apart
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the text, which another process has no use for."""
+        kept = {field.name for field in dataclasses.fields(self)}
+        return {name: value for name, value in self.__dict__.items() if name in kept}
+
     @functools.cached_property
     def text(self) -> dict[str, list[Part]]:
         """The documents of every role. What the BF16 original is to write is written here, into text_folder."""

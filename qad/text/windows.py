@@ -183,6 +183,9 @@ class StoredWindows(WindowSet):
         self.padding = int(self._facts.get("padding", 0))
         self._ids_ST, self._marks_ST = self._map("ids.int32"), self._map("marks.uint8")
 
+    def __reduce__(self) -> tuple[type[StoredWindows], tuple[Path]]:
+        return StoredWindows, (self._folder,)  # another process maps the same files
+
     def __len__(self) -> int:
         return int(self._facts["windows"])
 

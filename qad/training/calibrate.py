@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.widened import widened_linears
 from qad.text.windows import WindowSet
+from qad.training.ranks.group import here
+from qad.training.ranks.shards import gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +113,34 @@ def calibrate(
         kv_observer = stack.enter_context(KVObserver(model, caches)) if caches else None
         forward = stack.enter_context(forward_to(model, modules))
         stack.enter_context(widened_linears(device.type))
-        for batch in windows.batches(batch_size):
+        batches, ranks = torch.arange(len(windows)).split(batch_size), here()
+        for number in ranks.part(range(len(batches))):
+            batch = windows.at(batches[number or 0])  # a rank with fewer sees the first again, which changes no maximum
             counted = batch.counted_ST
             observer.counted_BT = None if counted.all() else counted.to(device)
             if kv_observer:
                 kv_observer.counted_BT = observer.counted_BT
-            forward(**batch.model_inputs(device))
-            progress(batch.tokens)
+            gathered(model, functools.partial(forward, **batch.model_inputs(device)))
+            progress(batch.tokens * ranks.size)
+    observer.amax = _of_all(observer.amax, modules)
+    if kv_observer:
+        kv_observer.amax = _of_all(kv_observer.amax, [f"{name}.{cache}_scale" for name in caches for cache in ("k", "v")])
     return Calibration(  # the scales first: where nothing was seen, an error says so
         group_input_scales(observer.amax, selection, headroom) if modules else {},
         kv_scales(kv_observer.amax, caches, kv_cache) if kv_observer else {},
         _without_tokens(observer.amax, modules),
     )
+
+
+def _of_all(amax: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """The largest of all ranks, of those among `names` that any of them saw."""
+    ranks = here()
+    if ranks.alone or not names:
+        return amax
+    unseen = torch.tensor(-1.0, device=ranks.device)
+    every = torch.stack([amax.get(name, unseen).float().to(ranks.device) for name in names])
+    largest = ranks.largest(every.nan_to_num(nan=float("inf")))
+    return {name: value for name, value in zip(names, largest, strict=True) if value >= 0}
 
 
 @contextlib.contextmanager

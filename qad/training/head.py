@@ -15,10 +15,19 @@ from torch import Tensor, nn
 
 from qad.errors import SourceError
 from qad.numerics.linear import QuantizedLinear
+from qad.training.ranks.shards import gathered
 
 
 def _as_it_is(hidden_tH: Tensor) -> Tensor:
     return hidden_tH
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Of a head, where it is no module of a model. weight: [V, H]. bias: [V]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +38,20 @@ class Head:
     is the whole vocabulary. `quantize_input`: what a quantized head does to its input, differentiable.
     """
 
-    weight_VH: Tensor
-    bias_V: Tensor | None = None
+    output: nn.Linear | Weights
     scale: float = 1.0
     softcap: float | None = None
     size: int | None = None
     quantize_input: Callable[[Tensor], Tensor] = _as_it_is
+
+    @property
+    def weight_VH(self) -> Tensor:  # noqa: N802
+        """As it is now: ranks that share the model replace it."""
+        return self.output.weight
+
+    @property
+    def bias_V(self) -> Tensor | None:  # noqa: N802
+        return self.output.bias
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -49,8 +66,8 @@ class Head:
         scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         quantize_input = output.quantize_input if isinstance(output, QuantizedLinear) else _as_it_is
         softcap = getattr(config, "final_logit_softcapping", None)
-        head = cls(output.weight, output.bias, scale, softcap, quantize_input=quantize_input)
-        head._verify(model)
+        head = cls(output, scale, softcap, quantize_input=quantize_input)
+        gathered(model, lambda: head._verify(model))
         return head
 
     def sharing(self, size: int) -> Head:

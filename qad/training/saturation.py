@@ -21,6 +21,8 @@ from qad.model.names import names_of
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.input_saturation import TOLERATED, InputSaturation
 from qad.numerics.nvfp4 import FrozenScales, saturated_weight_blocks
+from qad.training.ranks.group import here
+from qad.training.ranks.shards import Part
 
 UNCOUNTED: Mapping[str, float | None] = {"saturated_weight_share": None, "saturated_input_share": None}
 _REMEDIES = {
@@ -32,15 +34,16 @@ _REMEDIES = {
 
 
 class Saturation:
-    """Counts of one student; `weights` are its masters by name in the checkpoint.
+    """Counts of one student; `own` are its masters, or this rank's rows of them, by name in the checkpoint.
 
     `shares` holds the counts of the last `counting` block.
     """
 
-    def __init__(self, arm: Arm, model: nn.Module, weights: Mapping[str, Tensor], frozen: Mapping[str, FrozenScales]) -> None:
+    def __init__(self, arm: Arm, model: nn.Module, own: Mapping[str, Part], frozen: Mapping[str, FrozenScales]) -> None:
         self.shares: dict[str, float | None] = dict(UNCOUNTED)
-        self._arm, self._model, self._weights, self._frozen = arm, model, weights, frozen
+        self._arm, self._model, self._own, self._frozen = arm, model, own, frozen
         self._inputs = InputSaturation()
+        self.aside = self._inputs.aside  # around what is not to be counted
         self._warned: set[str] = set()
 
     @contextmanager
@@ -56,27 +59,28 @@ class Saturation:
         experts = [module for module in linears.values() if isinstance(getattr(module, "inputs", None), ExpertInputs)]
         with self._inputs.watching([*(linears[name] for name in heads & linears.keys()), *experts]):
             yield
-        self.shares = {"saturated_weight_share": self._outgrown(), "saturated_input_share": self._inputs.share}
+        self.shares = {"saturated_weight_share": self._outgrown(), "saturated_input_share": _share(self._inputs.counts)}
         self._warn()
 
     @torch.no_grad()
     def _outgrown(self) -> float | None:
         outgrown = blocks = 0
         for module, scales in self._frozen.items():
-            now = saturated_weight_blocks(self._weights[f"{module}.weight"], scales)
+            now = saturated_weight_blocks(self._own[f"{module}.weight"].view, scales)
             outgrown += int((now & ~self._cut_off_on_purpose[module]).sum())
             blocks += now.numel()
-        return outgrown / blocks if blocks else None
+        return _share((outgrown, blocks))
 
     @functools.cached_property
     def _cut_off_on_purpose(self) -> dict[str, Tensor]:
         """Per module, the blocks that were cut off already in the weights the scales were found for: the source's, or where codes
         were decided with the scales those that training starts from."""
         found_for = self._arm.start if self._arm.rounding == GPTQ else self._arm.source.get
-        return {
-            module: saturated_weight_blocks(found_for(f"{module}.weight").to(scales.block_scale.device), scales)
-            for module, scales in self._frozen.items()
-        }
+        found = {}
+        for module, scales in self._frozen.items():
+            name = f"{module}.weight"
+            found[module] = saturated_weight_blocks(found_for(name)[self._own[name].rows].to(scales.block_scale.device), scales)
+        return found
 
     def _warn(self) -> None:
         for name, remedy in _REMEDIES.items():
@@ -84,3 +88,9 @@ class Saturation:
             if share is not None and share > TOLERATED and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"{share:.1%} of the {remedy}", stacklevel=2)
+
+
+def _share(counts: tuple[int, int]) -> float | None:
+    """Of all ranks' counts (some, all); None where there is nothing to count."""
+    some, every = here().add(*counts)
+    return some / every if every else None

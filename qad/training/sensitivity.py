@@ -36,7 +36,7 @@ from qad.recipes.recipe import BF16
 from qad.text.windows import Windows, WindowSet
 from qad.training.calibrate import AmaxObserver, forward_to, group_input_scales
 from qad.training.chunked import TeacherLogits, chunked_loss
-from qad.training.head import Head
+from qad.training.head import Head, Weights
 
 _BATCH = 4  # windows of a pass
 
@@ -220,7 +220,7 @@ def _in_format(
             quantize = functools.partial(quantize_input, input_scale=input_scales.get(name), format=format)
             handles.append(module.register_forward_pre_hook(functools.partial(_put, nn.Parameter(decoded, False), quantize)))
             if module is output:
-                changed = dataclasses.replace(head, weight_VH=decoded, quantize_input=quantize)
+                changed = dataclasses.replace(head, output=Weights(decoded, head.bias_V), quantize_input=quantize)
     try:
         yield changed
     finally:

@@ -14,7 +14,7 @@ import torch
 from qad.arms.arm import DYNAMIC, GPTQ, KIND, NEAREST, Arm, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
-from qad.errors import ArtifactError, SourceError
+from qad.errors import ArtifactError, SourceError, UsageError
 from qad.model.loader import default_device, load_model
 from qad.model.names import names_of
 from qad.model.source import Checkpoint
@@ -35,9 +35,13 @@ from qad.training.calibrate import Calibration, calibrate
 from qad.training.chunked import default_chunk
 from qad.training.gptq_pass import decided_codes
 from qad.training.objective import Objective
+from qad.training.ranks.group import ALONE, Ranks, here
+from qad.training.ranks.shards import sharded_teacher, skeleton
+from qad.training.ranks.tasks import together
 from qad.training.state import discard_state
 from qad.training.student import Student
 from qad.training.teacher_cache import TeacherCache, write_teacher_cache
+from qad.training.trainer import Progress as TrainerProgress
 from qad.training.trainer import Trainer
 
 METRICS = "metrics.jsonl"
@@ -130,9 +134,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         require_finite(job.source)
         found, section = Calibration({}, {}, ()), job.recipe.calibrate
         if section and windows and (job.selection.quantizes_activations or policy in CALIBRATES):
-            model, headroom = _calibrated_model(job), section.headroom
             with Progress("calibrate", windows.tokens, "tok") as bar:
-                found = calibrate(model, job.selection, windows, headroom, bar.update, kv_cache=policy)
+                found = together(_calibration, job, windows, progress=bar.update)
         facts = _kv_facts(policy, job.recipe.quantize.kv_format)
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
@@ -158,10 +161,22 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
     return run_stage(KIND, out, config, inputs, work, replace=replace)
 
 
-def _calibrated_model(job: Job) -> Any:
+def _calibration(job: Job, windows: WindowSet, progress: Callable[[int], object] = lambda tokens: None) -> Calibration:
+    """On every rank."""
+    recipe = job.recipe
+    assert recipe.calibrate is not None
+    model = _calibrated_model(job, here())
+    return calibrate(model, job.selection, windows, recipe.calibrate.headroom, progress, kv_cache=recipe.quantize.kv_cache)
+
+
+def _calibrated_model(job: Job, ranks: Ranks) -> Any:
     """On a CPU one module's weights at a time, where that can be; elsewhere every pass would copy them to the device again."""
     streamed = streamed_model(job.source, job.dtype) if job.device == "cpu" else None
-    return streamed or load_model(job.source, job.dtype, job.device)
+    if streamed is not None:
+        return streamed
+    if ranks.alone:
+        return load_model(job.source, job.dtype, job.device)
+    return sharded_teacher(job.source, job.dtype, ranks, split=True)
 
 
 def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
@@ -187,7 +202,7 @@ def _decided_codes(
     total = sum(math.prod(job.selection.modules[module]) for module in frozen)
     with Progress("gptq", total, "weight") as bar:
         return decided_codes(
-            _calibrated_model(job),
+            _calibrated_model(job, ALONE),
             job.selection,
             windows,
             lambda m: job.source.get(f"{m}.weight"),
@@ -218,20 +233,14 @@ def trained_arm(
 
     def work(folder: Path) -> None:
         live = log or folder / METRICS
-        teacher = load_model(job.teacher, job.dtype, job.device)
-        model = load_model(job.source, job.dtype, job.device)
-        names = names_of(model).all
-        student = Student(start, model, trainable_names(section, names, start.selection.modules if start.selection else ()))
-        kept = _teacher_cache(job, teacher, train, cache or out.with_name("teacher_cache")) if method == "qad" else None
-        objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
-        trainer = Trainer(student, objective, train, validation, section, job.train_seed, folder, live, watch)
-        trained = trainer.run()
-        masters = None if trained is None else student.stored.of(trained)
+        windows = train, validation
+        kept = cache or out.with_name("teacher_cache")
+        masters, progress = together(_train, job, method, start, windows, folder, live, kept, watch=watch)
         discard_state(folder)
-        progress = dataclasses.asdict(trainer.progress)
         tokens = {"train": section.tokens_used, "validation": validation.tokens}
         text = {"train": train.facts(), "validation": validation.facts()}
         kv_cache = _kv_facts(start.kv_cache, start.kv_format or FP8)
+        frozen = _frozen_of(start)
         write_arm(
             folder,
             method,
@@ -241,8 +250,8 @@ def trained_arm(
             masters,
             kv_scales=start.kv_scales,
             scales=start.scales,
-            frozen=_frozen_of(start) if masters is None else student.frozen,
-            training=progress,
+            frozen=frozen if masters is None else {module: scales.to_nearest for module, scales in frozen.items()},
+            training=dataclasses.asdict(progress),
             tokens=tokens,
             text=text,
             **kv_cache,
@@ -252,6 +261,55 @@ def trained_arm(
 
     origin = {"source": job.source.digest, "training": _training(job, method)}
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
+
+
+def _train(
+    job: Job,
+    method: Method,
+    start: Arm,
+    windows: tuple[WindowSet, WindowSet],
+    folder: Path,
+    log: Path,
+    cache: Path,
+    watch: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> tuple[dict[str, torch.Tensor] | None, TrainerProgress]:
+    """On every rank. Masters by name in the checkpoint, to the first rank; None where the PTQ weights are kept."""
+    section, ranks = job.recipe.training, here()
+    if ranks.alone:
+        teacher, model = (load_model(source, job.dtype, job.device) for source in (job.teacher, job.source))
+    else:
+        teacher, model = sharded_teacher(job.teacher, job.dtype, ranks), skeleton(job.source, job.dtype, ranks)
+    names = names_of(model).all
+    trainable = trainable_names(section, names, start.selection.modules if start.selection else ())
+    student = Student(start, model, trainable, None if ranks.alone else job.dtype)
+    kept = _teacher_cache(job, teacher, windows[0], cache) if method == "qad" else None
+    objective = Objective(student.model, teacher, section, method, job.shared_ids, kept)
+    trainer = Trainer(student, objective, *windows, section, job.train_seed, folder, log, watch)
+    trained = trainer.run()
+    return None if trained is None else student.stored.of(trained), trainer.progress
+
+
+def require_shareable(job: Job) -> None:
+    """Raises UsageError or SourceError where several ranks cannot do what the recipe asks for; nothing is read."""
+    ranks, train = here(), job.recipe.train
+    if ranks.alone:
+        return
+    if job.device != "cpu":
+        skeleton(job.source, job.dtype, ranks)
+    if train is None:
+        return
+    if train.batch_size % ranks.size:
+        raise UsageError(
+            f"train.batch_size {train.batch_size} cannot be shared among {ranks.size} ranks: take a multiple, or other ranks"
+        )
+    if "text" in job.__dict__ and job.sight:
+        raise UsageError("text that shows images is trained in one process: start without torchrun, or leave the images out")
+    if train.optimizer == "adamw8bit":
+        raise UsageError(
+            "train.optimizer adamw8bit works in one process: several ranks can share the moments of adamw or adamw_offloaded"
+        )
+    for source in {job.source.folder: job.source, job.teacher.folder: job.teacher}.values():
+        skeleton(source, job.dtype, ranks)
 
 
 def _frozen_of(arm: Arm) -> dict[str, FrozenScales]:

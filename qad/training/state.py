@@ -1,7 +1,7 @@
 """The resumable state of a training run: masters, optimizer moments and progress, in safetensors and JSON.
 
 Data order, schedule and scales are functions of (seed, step) and the masters, so nothing else is needed for a resumed
-run to go on with the bits of an uninterrupted one.
+run to go on with the bits of an uninterrupted one. Ranks write rows of one file and read rows of it, be they as many or not.
 """
 
 from __future__ import annotations
@@ -13,51 +13,71 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from qad.errors import ArtifactError
 from qad.place import write_whole
+from qad.training.ranks.group import here
+from qad.training.ranks.rows import write_rows
 
 
 def save_state(
-    folder: Path, step: int, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+    folder: Path,
+    step: int,
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    lengths: Mapping[str, int],
 ) -> None:
-    """Write FOLDER/state-STEP whole, then remove the older one."""
-    state, aside = folder / f"state-{step:08d}", folder / "state.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    """Write FOLDER/state-STEP whole, then remove the older one. lengths: rows of the whole masters; ranks hold some of each."""
+    state, aside, ranks = folder / f"state-{step:08d}", folder / "state.partial", here()
+    if ranks.first:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+    ranks.wait()
     tensors = {f"master.{name}": master.detach() for name, master in masters.items()}
     tensors |= {key: tensor.detach() for key, tensor in _moments(masters, optimizer)}
-    save_file(tensors, aside / "tensors.safetensors")
-    write_whole(aside / "progress.json", json.dumps(progress) + "\n")
-    aside.rename(state)
-    for older in folder.glob("state-*"):
-        if older != state:
-            shutil.rmtree(older)
+    write_rows(aside / "tensors.safetensors", tensors, _lengths(tensors, masters, lengths), ranks)
+    if ranks.first:
+        write_whole(aside / "progress.json", json.dumps(progress) + "\n")
+        aside.rename(state)
+        for older in folder.glob("state-*"):
+            if older != state:
+                shutil.rmtree(older)
+    ranks.wait()
 
 
 def load_state(
-    folder: Path, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    folder: Path, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, lengths: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Progress and masters of the newest state, the optimizer's moments restored in place; None where there is none.
+    """Progress and masters of the newest state, the optimizer's moments restored in place; None where there is none. lengths: as
+    for `save_state`; how many ranks wrote it does not matter.
 
     Raises ArtifactError for a state that lacks anything.
     """
-    states = sorted(folder.glob("state-*"))
+    ranks = here()
+    states = ranks.of_first([path.name for path in sorted(folder.glob("state-*"))])
     if not states:
         return None
-    tensors = load_file(states[-1] / "tensors.safetensors")
+    state = folder / states[-1]
     _create_moments(masters, optimizer)
-    wanted = {f"master.{name}" for name in masters} | {key for key, _ in _moments(masters, optimizer)}
-    missing = sorted(wanted - tensors.keys())
-    if missing:
-        raise ArtifactError(f"{states[-1]} lacks the state of {missing[0]}: remove {folder} and train again")
-    with torch.no_grad():
-        for key, moment in _moments(masters, optimizer):
-            moment.copy_(tensors[key])
-    progress = json.loads((states[-1] / "progress.json").read_text(encoding="utf-8"))
-    return progress, {name: tensors[f"master.{name}"] for name in masters}
+    wanted = {f"master.{name}": master for name, master in masters.items()} | dict(_moments(masters, optimizer))
+    by_rows = _lengths(wanted, masters, lengths)
+    with safe_open(state / "tensors.safetensors", framework="pt") as file:
+        missing = sorted(wanted.keys() - set(file.keys()))
+        if missing:
+            raise ArtifactError(f"{state} lacks the state of {missing[0]}: remove {folder} and train again")
+
+        def stored(key: str) -> Tensor:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor[ranks.rows(by_rows[key])] if key in by_rows else tensor
+
+        with torch.no_grad():
+            for key, moment in _moments(masters, optimizer):
+                moment.copy_(stored(key))
+        found = {name: stored(f"master.{name}") for name in masters}
+    return json.loads((state / "progress.json").read_text(encoding="utf-8")), found
 
 
 def discard_state(folder: Path) -> None:
@@ -68,11 +88,25 @@ def discard_state(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def save_aside(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write beside, then rename."""
-    aside = path.with_name(path.name + ".tmp")
-    save_file(tensors, aside)
-    aside.replace(path)
+def save_aside(masters: Mapping[str, Tensor], path: Path, lengths: Mapping[str, int]) -> None:
+    """Write beside, then rename. lengths: as for `save_state`."""
+    aside, ranks = path.with_name(path.name + ".tmp"), here()
+    write_rows(aside, masters, _lengths(masters, {}, lengths), ranks)
+    if ranks.first:
+        aside.replace(path)
+    ranks.wait()
+
+
+def _lengths(tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor], lengths: Mapping[str, int]) -> dict[str, int]:
+    """Of masters, and of moments that lie as their master does, under NAME or KIND.NAME: rows of the whole."""
+    if here().alone:
+        return {}
+    found = {}
+    for key, tensor in tensors.items():
+        name = key if key in lengths else key.partition(".")[2]
+        if name not in masters or masters[name].shape == tensor.shape:
+            found[key] = lengths[name]
+    return found
 
 
 def _create_moments(masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:

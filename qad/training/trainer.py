@@ -33,6 +33,7 @@ from qad.recipes.recipe import Train
 from qad.text.windows import WindowSet
 from qad.training.objective import Objective, Validation
 from qad.training.optim import learning_rate, make_optimizer, set_learning_rate
+from qad.training.ranks.group import here
 from qad.training.saturation import UNCOUNTED
 from qad.training.state import load_state, save_aside, save_state
 from qad.training.student import Student
@@ -85,9 +86,11 @@ class Trainer:
         self.folder, self.log, self.watch = folder, log, watch
         self.progress = Progress()
         self._not_finite = 0  # steps in a row
+        self.ranks = here()
         self._saved = time.monotonic()
+        self._saved_step = -1
         self._whole = False  # masters, moments and progress are those of one finished step
-        first_names = {next(iter(student.stored.parts(n, m))): m for n, m in student.masters.items()}
+        first_names = {student.first_names[name]: master for name, master in student.masters.items()}
         self.optimizer = make_optimizer(config, first_names)
         if config.activation_checkpointing:
             student.checkpoint_activations()
@@ -95,10 +98,10 @@ class Trainer:
     def run(self) -> dict[str, Tensor] | None:
         """Train to the last step, or until patience ends, resuming where the folder holds a state.
 
-        Returns the masters of the best checkpoint; None where that is the PTQ start, whose weights are the source's.
-        Raises TrainingError where the loss stays NaN or infinite; the last good state is saved.
+        Returns the masters of the best checkpoint, whole, to the first of several ranks; None where that is the PTQ start, whose
+        weights are the source's. Raises TrainingError where the loss stays NaN or infinite; the last good state is saved.
         """
-        with compilation(True):
+        with compilation(True), self.ranks.signals_held():
             if not self._resume():
                 self._validated(first=True)
             done = self.progress.step * self.config.tokens_per_step
@@ -113,7 +116,7 @@ class Trainer:
             self._watch_movement()
         self._warn_of_the_end()
         best = self.folder / "best.safetensors"
-        return load_file(best) if best.is_file() else None
+        return load_file(best) if self.ranks.first and best.is_file() else None
 
     # --- one step ---
 
@@ -146,6 +149,7 @@ class Trainer:
             if last or self._save_is_due(step):
                 self._save()
             self._whole = True
+        self.ranks.heed()
         shown = {"step": f"{step}/{self.config.steps}", "val_kl": f"{self.progress.val_kl_last:.4f}"}
         name = "kl" if self.objective.name == "forward_kl" else self.objective.name
         bar.note({**shown, name: "-" if loss is None else f"{loss:.4f}"})
@@ -154,13 +158,14 @@ class Trainer:
     def _save_is_due(self, step: int) -> bool:
         if self.config.save_minutes is None:
             return step % self.config.save_every == 0
-        return time.monotonic() - self._saved >= 60 * self.config.save_minutes
+        due = time.monotonic() - self._saved >= 60 * self.config.save_minutes
+        return self.ranks.of_first(due)
 
     def _finite(self, step: int, loss: float, lr: float) -> bool:
         """Clip the gradients, and whether they are numbers, as the loss is: else the step changes nothing, and after a few of
         them training ends with the masters of the last good one."""
         masters = [master for master in self.student.masters.values() if master.requires_grad]
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.config.clip))
+        norm = self._clipped(masters)
         if math.isfinite(loss) and math.isfinite(norm):
             self._not_finite = 0
             return True
@@ -177,13 +182,24 @@ class Trainer:
             "dtype to float32; an original that writes NaN itself has to be mended first"
         )
 
+    def _clipped(self, masters: list[Tensor]) -> float:
+        """Clip the gradients by the norm of all, which is returned."""
+        if self.ranks.alone:
+            return float(torch.nn.utils.clip_grad_norm_(masters, self.config.clip))
+        own = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        norm = math.sqrt(self.ranks.add(float(own.double().square()))[0])
+        torch.nn.utils.clip_grads_with_norm_(masters, self.config.clip, torch.tensor(norm, device=own.device))
+        return norm
+
     def _backward(self, step: int) -> float | None:
         """Gradients of the step's mean loss into the masters; returns the mean, None for a step without a counted token.
 
-        The mean is over all counted tokens of the step: a mean of micro-batch means would let short answers dominate.
+        The mean is over all counted tokens of the step: a mean of micro-batch means would let short answers dominate. Of several
+        ranks each takes its part of the windows.
         """
-        index = self.train_windows.indices(step, self.config.batch_size, self.seed)
-        counted = int(self.train_windows.counts[index].sum())
+        batch = step, self.config.batch_size, self.seed
+        counted = int(self.train_windows.counts[self.train_windows.indices(*batch)].sum())
+        index = self.train_windows.indices(*batch, self.ranks.rank, self.ranks.size)
         if counted == 0:
             warnings.warn(f"step {step} has no supervised token and changes nothing", stacklevel=2)
             return None
@@ -192,7 +208,7 @@ class Trainer:
             loss = self.objective.loss(self.train_windows, micro) / counted
             loss.backward()
             total += loss.detach()
-        return float(total)
+        return self.ranks.add(float(total))[0]
 
     # --- validation ---
 
@@ -200,12 +216,13 @@ class Trainer:
         """Validate the student as deployed, and keep the masters where they are the best so far."""
         self.student.quantize_inputs(True)
         with self.student.saturation.counting():
-            found = self.objective.validate(self.validation_windows)
+            found = self.objective.validate(self.validation_windows, self.student.saturation.aside)
         progress = self.progress
         progress.val_kl_last, progress.val_loss_last = found.kl, found.loss
         if first:
             progress.val_kl_start, progress.val_loss_start = found.kl, found.loss
-            self.log.unlink(missing_ok=True)
+            if self.ranks.first:
+                self.log.unlink(missing_ok=True)
             self._record(0, None, self.config.lr, None, found)
         else:
             progress.validations_since_best += 1
@@ -215,9 +232,8 @@ class Trainer:
             progress.val_kl_best, progress.val_loss_best, progress.best_step = found.kl, found.loss, progress.step
             progress.saturation, progress.validations_since_best = self.student.saturation.shares, 0
             if not first:
-                save_aside(
-                    {name: master.detach() for name, master in self.student.masters.items()}, self.folder / "best.safetensors"
-                )
+                masters = {name: master.detach() for name, master in self.student.masters.items()}
+                save_aside(masters, self.folder / "best.safetensors", self.student.lengths)
         return found
 
     def _watch_movement(self) -> None:
@@ -259,12 +275,15 @@ class Trainer:
     def _save(self) -> None:
         """The state of the last finished step, where it is not there yet."""
         step = self.progress.step
-        if not (self.folder / f"state-{step:08d}").is_dir():
-            save_state(self.folder, step, self.student.masters, self.optimizer, dataclasses.asdict(self.progress))
-        self._saved = time.monotonic()
+        if step != self._saved_step:
+            progress, lengths = dataclasses.asdict(self.progress), self.student.lengths
+            save_state(self.folder, step, self.student.masters, self.optimizer, progress, lengths)
+        self._saved, self._saved_step = time.monotonic(), step
 
     def _record(self, step: int, loss: float | None, lr: float, rate: float | None, found: Validation | None) -> None:
         """One line of metrics.jsonl. `kl` is the training loss where that is the forward KL; another one has its name."""
+        if not self.ranks.first:
+            return
         name = self.objective.name
         row = {
             "step": step,
@@ -283,15 +302,17 @@ class Trainer:
         self.watch(row)
 
     def _resume(self) -> bool:
-        found = load_state(self.folder, self.student.masters, self.optimizer)
+        found = load_state(self.folder, self.student.masters, self.optimizer, self.student.lengths)
         if found is None:
-            (self.folder / "best.safetensors").unlink(missing_ok=True)
+            if self.ranks.first:
+                (self.folder / "best.safetensors").unlink(missing_ok=True)
             return False
         progress, masters = found
         self._whole = True
         self.progress = Progress(**progress)
+        self._saved_step = self.progress.step
         self.student.load_masters(masters)
-        if self.log.is_file():
+        if self.ranks.first and self.log.is_file():
             rows = [row for row in self.log.read_text(encoding="utf-8").split("\n")[:-1] if _step_of(row) <= self.progress.step]
             write_whole(self.log, "".join(row + "\n" for row in rows))
         return True

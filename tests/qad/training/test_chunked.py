@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from qad.training.chunked import CachedTopK, NoTeacher, TeacherLogits, chunked_loss
-from qad.training.head import Head
+from qad.training.head import Head, Weights
 from qad.training.losses import LOSSES, TopK, cross_entropy, forward_kl, top_k_forward_kl
 
 T, V, H = 37, 512, 32
+
+
+def head_of(weight_VH: torch.Tensor, bias_V: torch.Tensor | None = None, **settings: float) -> Head:
+    return Head(Weights(weight_VH, bias_V), **settings)
 
 
 @dataclasses.dataclass
@@ -25,7 +29,7 @@ class Case:
 
     @property
     def targets(self) -> TeacherLogits:
-        return TeacherLogits(self.teacher, Head(self.teacher_head))
+        return TeacherLogits(self.teacher, head_of(self.teacher_head))
 
     def dense(self) -> torch.Tensor:
         """The definition, in float64."""
@@ -44,7 +48,7 @@ def case(seed: int = 0, tokens: int = T, vocabulary: int = V) -> Case:
 @pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100])
 def test_chunked_equals_dense_in_loss_and_gradient(chunk: int) -> None:
     c = case()
-    loss = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=chunk)
+    loss = chunked_loss(c.student, head_of(c.student_head), c.targets, chunk=chunk)
     (loss / T).backward()
     expected = c.dense()
     grads = torch.autograd.grad(expected / T, (c.student, c.student_head))
@@ -58,7 +62,7 @@ def test_c5_chunked_equals_dense_at_a_wide_vocabulary_and_keeps_nothing_of_its_w
     c = case(1, tokens=512, vocabulary=4096)
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-        loss = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=64)
+        loss = chunked_loss(c.student, head_of(c.student_head), c.targets, chunk=64)
     assert sum(shape == (64, 4096) for shape in kept) == 2 * 8  # log_q and p, freed chunk by chunk
     assert {tuple(shape) for shape in kept} == {(64, 4096), (512, H), (4096, H)}
     (loss / 512).backward()
@@ -71,16 +75,16 @@ def test_c5_chunked_equals_dense_at_a_wide_vocabulary_and_keeps_nothing_of_its_w
 
 def test_without_gradient_the_value_is_the_same() -> None:
     c = case()
-    with_grad = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=8)
+    with_grad = chunked_loss(c.student, head_of(c.student_head), c.targets, chunk=8)
     with torch.no_grad():
-        without = chunked_loss(c.student, Head(c.student_head), c.targets, chunk=8)
+        without = chunked_loss(c.student, head_of(c.student_head), c.targets, chunk=8)
     assert torch.equal(with_grad.detach(), without)
 
 
 def test_bias_scale_and_softcap_are_differentiated() -> None:
     c = case(4)
     bias = torch.randn(V, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    head = Head(c.student_head, bias, scale=0.5, softcap=10.0)
+    head = head_of(c.student_head, bias, scale=0.5, softcap=10.0)
     chunked_loss(c.student, head, c.targets, chunk=16).backward()
     raw = (c.student @ c.student_head.T + bias) * 0.5
     expected = forward_kl(10.0 * torch.tanh(raw / 10.0), c.teacher @ c.teacher_head.T).sum()
@@ -93,7 +97,7 @@ def test_bias_scale_and_softcap_are_differentiated() -> None:
 def test_every_loss_runs_in_chunks(name: str) -> None:
     c = case(6)
     labels = torch.arange(T) % V
-    chunked_loss(c.student, Head(c.student_head), c.targets, labels, LOSSES[name], chunk=8).backward()
+    chunked_loss(c.student, head_of(c.student_head), c.targets, labels, LOSSES[name], chunk=8).backward()
     expected = LOSSES[name](c.student @ c.student_head.T, c.teacher @ c.teacher_head.T, labels).sum()
     grads = torch.autograd.grad(expected, (c.student, c.student_head))
     torch.testing.assert_close(c.student.grad, grads[0], rtol=1e-4, atol=1e-5)
@@ -103,18 +107,18 @@ def test_every_loss_runs_in_chunks(name: str) -> None:
 def test_labels_alone_need_no_teacher_and_a_cache_replaces_it() -> None:
     c = case(7)
     labels = torch.arange(T) % V
-    loss = chunked_loss(c.student, Head(c.student_head), NoTeacher(), labels, cross_entropy, chunk=8)
+    loss = chunked_loss(c.student, head_of(c.student_head), NoTeacher(), labels, cross_entropy, chunk=8)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(c.student @ c.student_head.T, labels) * T)
     cached = CachedTopK(TopK.of(c.teacher @ c.teacher_head.T, V))
-    loss = chunked_loss(c.student, Head(c.student_head), cached, None, top_k_forward_kl, chunk=8)
+    loss = chunked_loss(c.student, head_of(c.student_head), cached, None, top_k_forward_kl, chunk=8)
     torch.testing.assert_close(loss, c.dense().float(), rtol=1e-5, atol=0)
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
     c = case(8)
-    chunked_loss(c.student, Head(c.student_head.detach()), c.targets, chunk=8).backward()
+    chunked_loss(c.student, head_of(c.student_head.detach()), c.targets, chunk=8).backward()
     trained = case(8)
-    chunked_loss(trained.student, Head(trained.student_head), trained.targets, chunk=8).backward()
+    chunked_loss(trained.student, head_of(trained.student_head), trained.targets, chunk=8).backward()
     assert torch.equal(c.student.grad, trained.student.grad)
 
 
@@ -122,8 +126,8 @@ def test_c1_rows_beyond_the_shared_vocabulary_take_no_part_and_get_no_gradient()
     """Teacher V=576, student V=512, tokenizer of 500."""
     c = case(9)
     teacher_head = torch.randn(576, H, generator=torch.Generator().manual_seed(10)) * 0.5
-    targets = TeacherLogits(c.teacher, Head(teacher_head).sharing(500))
-    loss = chunked_loss(c.student, Head(c.student_head).sharing(500), targets, chunk=8)
+    targets = TeacherLogits(c.teacher, head_of(teacher_head).sharing(500))
+    loss = chunked_loss(c.student, head_of(c.student_head).sharing(500), targets, chunk=8)
     loss.backward()
     expected = forward_kl((c.student @ c.student_head.T)[:, :500], (c.teacher @ teacher_head.T)[:, :500]).sum()
     grads = torch.autograd.grad(expected, (c.student, c.student_head))
@@ -136,18 +140,20 @@ def test_c1_rows_beyond_the_shared_vocabulary_take_no_part_and_get_no_gradient()
 _PEAK = """
 import resource, sys, torch
 from qad.training.chunked import TeacherLogits, chunked_loss
-from qad.training.head import Head
+from qad.training.head import Head, Weights
 tokens, vocabulary, hidden, chunk = {tokens}, 151_936, 64, 64
 torch.set_num_threads(2)
+def head_of(weight):
+    return Head(Weights(weight))
 g = torch.Generator().manual_seed(0)
 def make(*shape):
     return torch.empty(*shape).normal_(generator=g)
 student, teacher = make(tokens, hidden).requires_grad_(), make(tokens, hidden)
 weight, teacher_weight = make(vocabulary, hidden).requires_grad_(), make(vocabulary, hidden)
-warm = chunked_loss(student[:1], Head(weight[:64]), TeacherLogits(teacher[:1], Head(teacher_weight[:64])), chunk=1)
+warm = chunked_loss(student[:1], head_of(weight[:64]), TeacherLogits(teacher[:1], head_of(teacher_weight[:64])), chunk=1)
 warm.backward(); weight.grad = student.grad = None
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-chunked_loss(student, Head(weight), TeacherLogits(teacher, Head(teacher_weight)), chunk=chunk).backward()
+chunked_loss(student, head_of(weight), TeacherLogits(teacher, head_of(teacher_weight)), chunk=chunk).backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

@@ -34,7 +34,7 @@ def test_a_scale_behind_the_head_that_is_not_known_is_refused(model: Any) -> Non
 
 
 def test_shared_ids_cut_both_weight_and_bias() -> None:
-    head = Head(torch.randn(8, 4), torch.randn(8)).sharing(5)
+    head = Head(torch.nn.Linear(4, 8)).sharing(5)
     hidden = torch.randn(3, 4)
     assert torch.equal(head.logits(hidden), torch.nn.functional.linear(hidden, head.weight_VH[:5], head.bias_V[:5]))
     assert head.sharing(8) is head or head.sharing(8).size == 8
