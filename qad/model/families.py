@@ -168,7 +168,7 @@ def experts_of(name: str) -> str | None:
 _DELTA: Fused = (*_FUSED, ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a")))
 _INDEXED = "engines fuse it with a projection of another module, the indexer"
 
-_GATE_UP = ("experts.gate_up_proj", "experts.down_proj")
+_GATE_UP, _BLOCKS = ("experts.gate_up_proj", "experts.down_proj"), ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")
 
 DEFAULT = Family()
 ROWS = (
@@ -177,7 +177,10 @@ ROWS = (
     Family(("falcon_h1",), layer_kind="hybrid"),
     Family(
         ("gpt_oss",),
-        stacked=(Stored(_GATE_UP, "experts", Layout(biased=True, transposed=True, interleaved=True)),),
+        stacked=(
+            Stored(_GATE_UP, "experts", Layout(biased=True, transposed=True, interleaved=True)),
+            Stored(_BLOCKS, "experts", Layout(interleaved=True), mxfp4=True),
+        ),
         unserved="vLLM 0.32 has no place for the biases of quantized experts, skips them silently and computes with unset ones",
     ),
     Family(("llama4", "llama4_text"), stacked=(Stored(_GATE_UP, "experts", Layout(transposed=True)),)),

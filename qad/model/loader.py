@@ -145,7 +145,10 @@ def _with_base(model: Any) -> Any:
 def _config(source: Checkpoint) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=_trusted)
+    if getattr(config, "quantization_config", None) and "quantization_config" not in source.config:
+        config.quantization_config["dequantize"] = True  # experts in MXFP4, which the source decodes
+    return config
 
 
 def auto_class(config: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The BF16 model a run starts from: a Hugging Face folder with safetensors, opened by its headers.
+"""The BF16 model a run starts from: a Hugging Face folder with safetensors, opened by its headers. Experts stored in MXFP4, as
+gpt-oss is published, are decoded when they are read.
 
 Nothing is written to the source and no tensor is read before it is asked for. A hub name is resolved to its
 local snapshot first. Everything that cannot work is refused here, before hours are spent.
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from qad.artifact import digest_of, sha256_file
@@ -23,7 +23,7 @@ from qad.errors import SourceError
 from qad.model.beside import WEIGHTS
 from qad.model.built_config import embedding_name, ties_embeddings
 from qad.model.families import Family, family_of
-from qad.model.stacked import Stored
+from qad.model.tensors import TensorInfo, expert_by_expert
 from qad.untrusted import clean, json_with_faults, names, regular_bytes
 from qad.untrusted.safetensors_header import read_header
 from qad.untrusted.yaml_text import strict_yaml
@@ -44,37 +44,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies.
-
-    dtype: in safetensors' words: BF16, F16, F32, F8_E4M3, U8 ...
-    stored: its name in the file, where that is another one.
-    part: which part of the stored tensor it is, where that holds all experts of a layer.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    stored: str | None = None
-    part: Part | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One projection of one expert. whole: name of the tensor of all of them as transformers knows it."""
-
-    whole: str
-    form: Stored
-    parameter: str
-    expert: int
-    place: int
-
-    def of(self, one: Tensor) -> Tensor:
-        """Of the expert's part of the stored tensor."""
-        return self.form.layout.parts(self.parameter, one)[self.place]
-
-
-@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model folder: config.json, tensors by name in a stable order, and the name people call it by.
 
@@ -86,12 +55,8 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
 
     def get(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, in its stored dtype."""
-        info = self.tensors[name]
-        with safe_open(info.file, framework="pt") as file:
-            if info.part is None:
-                return file.get_tensor(info.stored or name)
-            return info.part.of(file.get_slice(info.stored)[info.part.expert]).contiguous()
+        """One tensor, memory-mapped, in its stored dtype; what is stored in MXFP4, decoded to BF16."""
+        return self.tensors[name].read(name)
 
     @functools.cached_property
     def wholes(self) -> dict[str, tuple[str, ...]]:
@@ -176,39 +141,24 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
     FP16 or FP32 causal language model in safetensors with its tokenizer."""
     folder = _resolve(str(model))
     config = _config(folder)
+    tensors = expert_by_expert(family_of(config), _tensors(folder))
+    if any(info.part is not None and info.part.scales is not None for info in tensors.values()):
+        config.pop("quantization_config", None)  # decoded wherever it is read
     if not allow_quantized and config.get("quantization_config"):
         block = config["quantization_config"]
         method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
         raise SourceError(f"{folder} is already quantized ({method}): start from the BF16 original it was made from")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES[:3]):
         raise SourceError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}): copy the model's own there")
-    tensors = _tensors(folder)
     if not allow_quantized:
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:
             raise SourceError(f"{folder}: tensor {clean(odd[0])} is {odd[1]}, expected BF16, F16 or F32: start from the original")
-    checkpoint = _with_embedding(Checkpoint(folder, config, _expert_by_expert(family_of(config), tensors)))
+    checkpoint = _with_embedding(Checkpoint(folder, config, tensors))
     if not allow_quantized:
         _require_applied_scales(checkpoint)
         _require_one_head(checkpoint)
     return checkpoint
-
-
-def _expert_by_expert(family: Family, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    named: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        found = family.whole(name)
-        if found is None:
-            named[name] = info
-            continue
-        form, block, parameter = found
-        whole = family.stacked[0].name(block, parameter)
-        shapes = [part.shape for part in form.layout.parts(parameter, torch.empty(info.shape[1:], device="meta"))]
-        for expert in range(info.shape[0]):
-            for place, (leaf, shape) in enumerate(zip(form.parts(parameter), shapes, strict=True)):
-                part = Part(whole, form, parameter, expert, place)
-                named[f"{block}.{expert}.{leaf}"] = TensorInfo(info.file, info.dtype, tuple(shape), name, part)
-    return named
 
 
 def _with_embedding(checkpoint: Checkpoint) -> Checkpoint:

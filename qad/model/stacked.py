@@ -101,11 +101,17 @@ class Stored:
     tensors: ends of the names of the two weights; a bias is called the same with `_bias`.
     block: end of the name that single experts are given, before their number.
     layout: of the tensors, which may differ from that of transformers' parameters.
+    mxfp4: codes [..., K / 32, 16] beside scales [..., K / 32], whose names end in `_scales` instead of `_blocks`.
     """
 
     tensors: tuple[str, str]
     block: str
     layout: Layout
+    mxfp4: bool = False
+
+    def scales(self, name: str) -> str:
+        """Of MXFP4 codes."""
+        return f"{name.removesuffix('_blocks')}_scales"
 
     def find(self, name: str) -> tuple[str, str] | None:
         """Of a tensor's name: block of the experts, and what transformers calls the parameter; None for any other."""

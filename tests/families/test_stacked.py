@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qad.hf  # noqa: F401  (registers the loader)
@@ -18,11 +20,13 @@ from export.writer import export_arm
 from qad.arms.arm import open_arm, write_arm
 from qad.arms.selection import describe, select
 from qad.artifact import run_stage
+from qad.errors import SourceError
 from qad.model.loader import load_model, load_skeleton
 from qad.model.names import Stack
 from qad.model.source import open_checkpoint
 from qad.model.stacked import Layout
 from qad.model.streamed import streamed_model
+from qad.numerics import mxfp4
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
 from qad.numerics.scale_search import search_scales
 from qad.training.student import Student, _stacked
@@ -127,3 +131,29 @@ def test_a_stack_in_any_layout_is_quantized_as_expert_by_expert(layout: Layout, 
         stacked = _stacked([s for found in frozen for s in found.values()], 3, layout)
         fake_quantize_stack(layout.rows(tensor), stacked, layout.rows(actual))
         assert torch.equal(bits(actual), bits(expected))
+
+
+def test_what_is_stored_in_mxfp4_is_decoded_and_exported(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """The experts quantized, or in BF16 under the name that engines read; config.json no longer says MXFP4."""
+    folder = family_dir("gpt-oss MXFP4")
+    source, stored = open_checkpoint(folder), load_file(folder / "model.safetensors")
+    before = "model.layers.1.mlp.experts.down_proj"
+    decoded = mxfp4.decode(stored[f"{before}_blocks"], stored[f"{before}_scales"])
+    assert torch.equal(source.get("model.layers.1.mlp.experts.3.down_proj.weight"), decoded[3])
+    out = exported(folder, tmp_path / "kept", exclude=["*.experts.*"])
+    assert torch.equal(bits(load_file(out / "model.safetensors")[before]), bits(decoded.mT))
+    out = exported(folder, tmp_path / "quantized")
+    assert [finding for finding in check(out, source=tmp_path / "quantized" / "arm") if finding.severity == "error"] == []
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "modelopt"
+
+
+def test_mxfp4_without_scales_that_fit_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
+    shutil.copytree(family_dir("gpt-oss MXFP4"), tmp_path / "odd")
+    tensors = load_file(tmp_path / "odd" / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj_scales"
+    for damaged, told in ((tensors[name][:, :-2], r"gate_up_proj_scales is U8 \[4, 254, 4\]"), (None, "is missing")):
+        left = {key: tensor for key, tensor in tensors.items() if key != name}
+        left |= {} if damaged is None else {name: damaged.contiguous()}
+        save_file(left, tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SourceError, match=told):
+            open_checkpoint(tmp_path / "odd")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 _SIZES = {
     "vocab_size": 512,
@@ -163,6 +165,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "gpt-oss MXFP4": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
     "Granite-MoE": ("granitemoe", {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "Llama4 text": (
         "llama4_text",
@@ -208,7 +211,10 @@ def config_of(name: str) -> Any:
 
 def build(name: str, folder: Path, seed: int = 0) -> Path:
     """Save a family's tiny BF16 instance. Norms vary, and weights are large enough that a lost one is seen."""
-    return save(config_of(name), folder, seed)
+    save(config_of(name), folder, seed)
+    if name.endswith("MXFP4"):
+        _experts_to_mxfp4(folder)
+    return folder
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> Path:
@@ -226,3 +232,28 @@ def save(config: Any, folder: Path, seed: int = 0) -> Path:
                 parameter.mul_(4.0) if parameter.any() else parameter.normal_(std=0.1)  # Gemma 3's projector begins as zeros
     model.save_pretrained(folder)
     return folder
+
+
+def _experts_to_mxfp4(folder: Path) -> None:
+    """As gpt-oss is published: E2M1 codes and E8M0 scales, by the rule of the MX specification (6.3)."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensor.mT)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] -> blocks uint8 [..., K/32, 16], scales uint8 [..., K/32]."""
+    block = weight.float().unflatten(-1, (-1, 32))
+    exponent = block.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = block / exponent.exp2()
+    code = ((scaled.abs()[..., None] - grid).abs().argmin(-1) + 8 * (scaled < 0)).to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4, (exponent[..., 0] + 127).to(torch.uint8)

@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import io
 import json
+import re
 import runpy
 import sys
 import tempfile
@@ -57,6 +58,9 @@ class Seen:
     @property
     def whole(self) -> bool:
         return not self.note
+
+
+_CELLS = dataclasses.fields(Seen)
 
 
 def walk(name: str, folder: Path) -> Seen:
@@ -161,6 +165,16 @@ def _groups(name: str) -> str:
     return "by transformers in vLLM"
 
 
+def kept(page: Path) -> dict[str, Seen]:
+    """Rows that stand on a page, by name."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    rows = (Seen(*(cell.strip() for cell in line.split("|"))) for line in lines if line.count("|") == len(_CELLS) - 1)
+    return {
+        row.name: dataclasses.replace(row, note="" if row.note == "whole" else row.note) for row in rows if row.name in FAMILIES
+    }
+
+
 def page(rows: list[Seen]) -> str:
     """The table, whole families first."""
     whole = [row for row in rows if row.whole]
@@ -196,16 +210,16 @@ def _quiet() -> Iterator[None]:
 def main(say: Callable[[str], Any] = print) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="families, all where none is named")
-    parser.add_argument("--out", type=Path, help="Markdown page to write")
+    parser.add_argument("--out", type=Path, help="Markdown page to write; rows of families that are not named stay")
     asked = parser.parse_args()
-    rows = []
+    rows = kept(asked.out) if asked.out and asked.names else {}
     for name in asked.names or FAMILIES:
         with tempfile.TemporaryDirectory() as folder, _quiet():
-            rows.append(walk(name, Path(folder)))
-        say(" | ".join((name, *(value for value in dataclasses.astuple(rows[-1])[1:] if value))))
+            rows[name] = walk(name, Path(folder))
+        say(" | ".join((name, *(value for value in dataclasses.astuple(rows[name])[1:] if value))))
         if asked.out:
-            asked.out.write_text(page(rows), encoding="utf-8")
-    return int(any(row.note.startswith("FAULT") for row in rows))
+            asked.out.write_text(page([rows[each] for each in FAMILIES if each in rows]), encoding="utf-8")
+    return int(any(row.note.startswith("FAULT") for row in rows.values()))
 
 
 if __name__ == "__main__":
