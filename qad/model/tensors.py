@@ -41,7 +41,7 @@ class TensorInfo:
     def expert(self, number: int) -> Tensor:
         """Of a tensor of all experts."""
         with safe_open(self.file, framework="pt") as file:
-            return file.get_slice(self.stored)[number]  # type: ignore[no-any-return]
+            return file.get_slice(self.stored)[number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def expert_by_expert(family: Family, tensors: dict[str, TensorInfo]) -> dict[str
 
     Raises SourceError for MXFP4 blocks without scales that fit.
     """
-    found = {name: whole for name in tensors if (whole := family.whole(name)) is not None}
+    found = {name: held for name in tensors if (held := family.whole(name)) is not None}
     scales = {form.scales(name) for name, (form, _, _) in found.items() if form.mxfp4}
     named: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
