@@ -13,28 +13,18 @@ def e13_draft_heads(folder: Folder) -> Iterator[Finding]:
     drafts = folder.drafts
     lacking = drafts.lacking(folder.tensors)
     if lacking and lacking < drafts.number:
-        yield error(
-            "E13",
-            "config.json",
-            f"announces {drafts.number} heads that draft tokens, and {lacking} of them have no tensor: no draft is accepted",
-            "copy them from the source model, or correct the number",
-        )
+        told = f"announces {drafts.number} heads that draft tokens, and {lacking} of them have no tensor: no draft is accepted"
+        yield error("E13", "config.json", told, "copy them from the source model, or correct the number")
     elif lacking:
-        yield warning(
-            "E13",
-            "config.json",
+        told = (
             f"announces {drafts.number} heads that draft tokens, and none is here under a name that is known: an engine that "
-            "drafts with them makes them up, and no draft is accepted",
-            "copy them from the source model, or serve without speculative decoding",
+            "drafts with them makes them up, and no draft is accepted"
         )
+        yield warning("E13", "config.json", told, "copy them from the source model, or serve without speculative decoding")
     packed = next((module for module in folder.packed if drafts.holds(module)), None)
     if packed:
-        yield warning(
-            "E13",
-            packed,
-            "is quantized, and lies in a head that drafts tokens: engines build parts of it unquantized, whatever is listed",
-            "keep it as the source has it, and exclude it",
-        )
+        told = "is quantized, and lies in a head that drafts tokens: engines build parts of it unquantized, whatever is listed"
+        yield warning("E13", packed, told, "keep it as the source has it, and exclude it")
     if drafts.number:
         yield from _unlisted(folder)
 

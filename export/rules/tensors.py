@@ -30,12 +30,8 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
             yield error("E3", module, f"has scales but no {leaf}", _AGAIN)
         elif codes.dtype != record.tensors[0].dtype or len(codes.shape) != 2:
             found, wanted = f"{codes.dtype} {list(codes.shape)}", record.tensors[0].words
-            yield error(
-                "E3",
-                module,
-                f"{leaf} is {found} beside its scales, expected {wanted}",
-                "remove the scales and exclude the module, or " + _AGAIN,
-            )
+            told = f"{leaf} is {found} beside its scales, expected {wanted}"
+            yield error("E3", module, told, "remove the scales and exclude the module, or " + _AGAIN)
         elif 0 in codes.shape:
             yield error("E3", module, f"{leaf} is empty ({list(codes.shape)})", _AGAIN)
         else:
@@ -164,12 +160,8 @@ def e5_dimensions(folder: Folder, tp: int) -> Iterator[Finding]:
             yield error("E5", module, f"N {n} is not divisible by tp {tp}", "plan another tp")
         shard_n, shard_k = (n, k // tp) if row else (n // tp, k)
         if folder.record_of(module).block and (shard_n % 32 or shard_k % 32):
-            yield warning(
-                "W1",
-                module,
-                f"N {shard_n} or K {shard_k} of a shard is not a multiple of 32: some kernels refuse or pad",
-                "none needed",
-            )
+            told = f"N {shard_n} or K {shard_k} of a shard is not a multiple of 32: some kernels refuse or pad"
+            yield warning("W1", module, told, "none needed")
 
 
 def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
@@ -198,20 +190,14 @@ def e6_scale_groups(folder: Folder) -> Iterator[Finding]:
             stored = {name: folder.scalar(f"{name}.{leaf}") for name in group if folder.entry(f"{name}.{leaf}")}
             bits = {name: tuple(scale.reshape(-1).view(torch.uint8).tolist()) for name, scale in stored.items()}
             if len(set(bits.values())) > 1 and leaf == again:
-                yield warning(
-                    "E6",
-                    ", ".join(bits),
-                    f"{record.name} {leaf} differs in a fused group: engines quantize members again with the largest",
-                    "export with one scale for the group",
-                )
+                told = f"{record.name} {leaf} differs in a fused group: engines quantize members again with the largest"
+                yield warning("E6", ", ".join(bits), told, "export with one scale for the group")
             elif len(set(bits.values())) > 1:
-                yield error(
-                    "E6",
-                    ", ".join(bits),
+                told = (
                     f"{leaf} differs within a fused group: TensorRT-LLM refuses, vLLM takes the "
-                    "largest and serves the others wrong",
-                    _AGAIN,
+                    "largest and serves the others wrong"
                 )
+                yield error("E6", ", ".join(bits), told, _AGAIN)
     yield from _w2(folder)
 
 
