@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -81,13 +82,5 @@ class InMemory(HFLM):
 
 def _first(count: int, holds: Callable[[int], bool]) -> int | None:
     """The smallest n <= count for which a condition holds that holds for every larger one; None if for none."""
-    if not holds(count):
-        return None
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    found = bisect.bisect_left(range(count + 1), True, key=holds)
+    return found if found <= count else None

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qad.place import write_whole
+from qad.untrusted import utf8
 
 SUFFIX = ".samples.parquet"
 
@@ -55,16 +56,12 @@ def samples_path(record: Path) -> Path:
 
 def write_samples(samples: list[Sample], path: Path) -> None:
     """Write aside, then rename."""
-    columns = {f.name: [_text_safe(getattr(s, f.name)) for s in samples] for f in dataclasses.fields(Sample)}
+    found = {f.name: [getattr(s, f.name) for s in samples] for f in dataclasses.fields(Sample)}
+    columns = {name: [utf8(v) if isinstance(v, str) else v for v in values] for name, values in found.items()}
     table = pa.table(columns, schema=_schema())
     with io.BytesIO() as content:
         pq.write_table(table, content, compression="zstd")
         write_whole(path, content.getvalue())
-
-
-def _text_safe(value: Any) -> Any:
-    """A lone surrogate, which a tokenizer may leave, is not UTF-8."""
-    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from harness.records.parity import ParityPrompt as ParityPrompt
 from harness.records.rebuild import STRICT, build, require_measurable
 from harness.records.serving import ServingData
 from qad.place import write_whole
-from qad.untrusted import clean, strict_json
+from qad.untrusted import clean, strict_json, utf8
 
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
@@ -343,7 +343,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+        return utf8(value)
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from harness.serving.loop_thread import loop_in_a_thread
 
 MODEL = "mock"
 BREAK = object()  # in a script: the connection ends here, in the middle of the stream
@@ -116,18 +117,13 @@ def _plain(writer: asyncio.StreamWriter, path: str) -> None:
 @contextlib.contextmanager
 def mock_server(script: Script = at_once) -> Iterator[MockServer]:
     """A mock server on a free local port, in a thread of this process."""
-    loop = asyncio.new_event_loop()
     mock = MockServer(script)
-    thread = threading.Thread(target=loop.run_forever, name="mock server", daemon=True)
-    thread.start()
-    server = asyncio.run_coroutine_threadsafe(_listen(mock), loop).result()
-    try:
-        yield mock
-    finally:
-        asyncio.run_coroutine_threadsafe(_stop(server), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with loop_in_a_thread("mock server") as loop:
+        server = asyncio.run_coroutine_threadsafe(_listen(mock), loop).result()
+        try:
+            yield mock
+        finally:
+            asyncio.run_coroutine_threadsafe(_stop(server), loop).result()
 
 
 async def _listen(mock: MockServer) -> asyncio.Server:

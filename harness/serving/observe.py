@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from harness.records.serving import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
 from harness.serving.wire import Connection, Exchange, exchanges
-from qad.untrusted import clean, strict_json
+from qad.untrusted import clean, strict_json, utf8
 from qad.untrusted import count as count_of
 
 CountTokens = Callable[[str], int]
@@ -253,11 +253,6 @@ def _gaps(times: list[float]) -> Gaps:
     if not gaps:
         return Gaps(None, None, None)
     return Gaps(statistics.fmean(gaps), statistics.median(gaps), max(gaps))
-
-
-def utf8(text: str) -> str:
-    """Without lone surrogates, which JSON may hold and no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _short(value: object) -> str:

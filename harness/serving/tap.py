@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from harness.serving.loop_thread import loop_in_a_thread
 from harness.serving.wire import Connection, Stream
 from qad.errors import UsageError
 
@@ -53,26 +53,18 @@ def tap(server_url: str) -> Iterator[Tap]:
     if parts.scheme != "http" or not parts.hostname:
         raise UsageError(f"server {server_url!r} cannot be observed: give http://HOST:PORT (not https)")
     host, port = parts.hostname, parts.port or 80
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="tap", daemon=True)
-    thread.start()
-    try:
+    with loop_in_a_thread("tap") as loop:
         found = Tap("", loop)
 
         async def listen() -> asyncio.Server:
             return await loop.create_server(lambda: _ClientSide(found, host, port), "127.0.0.1", 0, backlog=_BACKLOG)
 
         server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
-        own_port = server.sockets[0].getsockname()[1]
-        found.base_url = f"http://127.0.0.1:{own_port}"
+        found.base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield found
         finally:
             asyncio.run_coroutine_threadsafe(_close(server, found), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 async def _close(server: asyncio.Server, owner: Tap) -> None:

@@ -13,7 +13,10 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from harness.records.serving import Window
+from harness.statistics.intervals import Floats, Ints
 
 Span = tuple[float, float]  # start, end, s
 TokenEvent = tuple[float, float]  # time s, tokens
@@ -23,21 +26,20 @@ TURNAROUND = 0.1
 
 def active_requests(spans: Sequence[Span]) -> tuple[int, float]:
     """Peak and time-weighted mean of the requests under way between the first start and the last end."""
-    steps = _steps(spans)
-    peak = max(active for _, active in steps)
-    total = sum(active * (b - a) for (a, active), (b, _) in itertools.pairwise(steps))
-    length = steps[-1][0] - steps[0][0]
-    return peak, total / length if length > 0 else float(peak)
+    times, active = _steps(spans)
+    length = float(times[-1] - times[0])
+    peak = int(active.max())
+    return peak, float(active[:-1] @ np.diff(times)) / length if length > 0 else float(peak)
 
 
 def steady_window(spans: Sequence[Span], events: Sequence[TokenEvent]) -> Window | None:
     """The window and its tokens; None where there is no interval of any length."""
-    steps = _steps(spans)
-    needed = SHARE * max(active for _, active in steps)
+    times, counts = _steps(spans)
+    needed = SHARE * float(counts.max())
     turnaround = TURNAROUND * statistics.median(end - start for start, end in spans)
     found: list[Span] = []
-    for (start, active), (end, _) in itertools.pairwise(steps):
-        if active < needed or end <= start:
+    for (start, end), active in zip(itertools.pairwise(times.tolist()), counts, strict=False):
+        if active < needed:
             continue
         if found and start - found[-1][1] <= turnaround:
             found[-1] = (found[-1][0], end)
@@ -54,15 +56,8 @@ def tokens_inside(events: Sequence[TokenEvent], start_s: float, end_s: float) ->
     return sum(tokens for time_s, tokens in events if start_s < time_s <= end_s)
 
 
-def _steps(spans: Sequence[Span]) -> list[tuple[float, int]]:
-    """(time, requests active from then on), by time; at equal times ends come first."""
-    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    steps: list[tuple[float, int]] = []
-    active = 0
-    for time_s, change in changes:
-        active += change
-        if steps and steps[-1][0] == time_s:
-            steps[-1] = (time_s, active)
-        else:
-            steps.append((time_s, active))
-    return steps
+def _steps(spans: Sequence[Span]) -> tuple[Floats, Ints]:
+    """Times at which a request starts or ends, in order, and how many are active from then on."""
+    starts, ends = np.sort(np.array(spans, dtype=np.float64), axis=0).T
+    times = np.unique([starts, ends])
+    return times, np.searchsorted(starts, times, "right") - np.searchsorted(ends, times, "right")

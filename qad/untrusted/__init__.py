@@ -184,6 +184,11 @@ def clean(text: object, limit: int | None = NAME_LIMIT, *, lines: bool = False) 
     return shown if limit is None or len(shown) <= limit else shown[: limit - 1] + "…"
 
 
+def utf8(text: str) -> str:
+    """Without half characters, which JSON and tokenizers may leave and no file or tokenizer takes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def markdown_text(text: str) -> str:
     """Plain text on one line, with nothing left that Markdown or HTML would interpret."""
     escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
