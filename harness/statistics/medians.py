@@ -11,11 +11,10 @@ of the medians drawn; two benchmarks have a mean.
 
 Coverage in simulation (tests/bench/coverage.py), 11 benchmarks of known errors. Hardest is a median at the edge of the larger
 of two groups, six and five, that are 1, 1.5, 2, 2.5, 3, 4 and 5 errors apart: .99, .98, .98, .94, .93, .98, .99 with equal
-errors, .97, .96, .98, .97, .98, .99, .98 with errors that differ tenfold (400 suites each, +-.012; groupings drawn exactly,
-with which the chains agree). Alike, scattered, in more groups or with a collapsed one .98-1.00, above .98 because groups may be
-there unseen: two groups two errors apart pass a chi-square test of being alike in two suites of five, their median .9 errors
-off their mean, and an interval of the mean +-.9 errors, three standard errors of it, covers .997 where all are alike. 3 to 10
-benchmarks cover .93-1.00.
+errors, .97, .96, .98, .97, .98, .99, .98 with errors that differ tenfold (400 suites each, +-.012, drawn exactly). Alike,
+scattered, in more groups or with a collapsed one .98-1.00, above .98 because groups may be there unseen: two groups two errors
+apart pass a chi-square test of being alike in two suites of five, their median .9 errors off their mean, and an interval of the
+mean +-.9 errors, three standard errors of it, covers .997 where all are alike. 3 to 10 benchmarks cover .93-1.00.
 
 The difference of two medians, of arms whose errors correlate by half, covers 1.00 where both arms lose alike and .93-1.00 where
 one is in two groups and the other alike or scattered. It falls to .70-.90 in one setting: groups of six and five, 1.5 to 3
@@ -127,7 +126,7 @@ def _drawn(observed: Floats, deviations: Floats, stream: int) -> Floats:
     precision = np.full((DRAWS, k), spread**-2)  # of each group's value, and times its mean
     total, count, group, weight = centre * precision, np.zeros((DRAWS, k), int), np.zeros((DRAWS, k), int), np.zeros(DRAWS)
     joining = np.concatenate([[-np.inf], np.log(np.arange(2, k + 2))])
-    for one in rng.permuted(np.tile(np.arange(k), (DRAWS, 1)), axis=1).T:
+    for one in rng.permuted(np.tile(np.arange(k), (DRAWS, 1)), axis=1).T:  # of each draw its next benchmark
         log, free = joining[count], np.count_nonzero(count, axis=1)
         log[row, free] = opening[free]
         variance = error[one, None] ** 2 + 1 / precision
@@ -140,10 +139,10 @@ def _drawn(observed: Floats, deviations: Floats, stream: int) -> Floats:
         count[row, chosen] += 1
         precision[row, chosen] += error[one] ** -2
         total[row, chosen] += error[one] ** -2 * observed[one]
-    level = total / precision + rng.standard_normal((DRAWS, k)) / np.sqrt(precision)
-    drawn = np.median(np.take_along_axis(level, group, axis=1), axis=1)
     share = np.exp(weight - weight.max())
-    return np.asarray(rng.choice(drawn, DRAWS, p=share / share.sum()), dtype=np.float64)
+    kept = rng.choice(DRAWS, DRAWS, p=share / share.sum())
+    level = (total / precision)[kept] + rng.standard_normal((DRAWS, k)) / np.sqrt(precision[kept])
+    return np.asarray(np.median(np.take_along_axis(level, group[kept], axis=1), axis=1), dtype=np.float64)
 
 
 def _opening(k: int) -> Floats:
