@@ -17,6 +17,7 @@ from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml, strict_yaml
 
 _MESSAGE = 600  # characters, whatever was given
+_PATHS = ("model", "teacher", "data", "validation_data", "prompts", "path", "suite", "suite_data")  # keys that may hold one
 _SECTIONS = ("quantize", "search", "calibrate", "train", "export", "measure", "fidelity", "accuracy", "throughput")
 
 
@@ -42,6 +43,8 @@ def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pa
     if not path.is_file():
         shipped = shipped_recipes()
         if recipe not in shipped:
+            if path.suffix in (".yaml", ".yml"):
+                raise UsageError(f"recipe {recipe} does not exist: check the path, or write one with `qad init`")
             near = difflib.get_close_matches(recipe, shipped, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"shipped recipes: {', '.join(sorted(shipped))}"
             raise UsageError(f"recipe {recipe} is neither a file nor a shipped recipe: {hint}")
@@ -54,12 +57,24 @@ def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pa
         raise UsageError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path} is not a recipe: expected keys such as model, calibrate, train")
+    raw = _beside(raw, path.parent)
     base = raw.pop("base", None)
     if base is None:
         return raw, path
     if not isinstance(base, str) or path in above:
         raise UsageError(f"{path}: base is {clean(repr(base))}: give the name or path of another recipe, not in a circle")
     return _on_top(_read(base, (*above, path))[0], raw), path
+
+
+def _beside(value: Any, folder: Path, key: str = "") -> Any:
+    """The recipe with its paths that lie beside its file as that place; others are the working folder's."""
+    if isinstance(value, dict):
+        return {name: _beside(item, folder, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_beside(item, folder, key) for item in value]
+    if key in _PATHS and isinstance(value, str) and value and not Path(value).is_absolute() and folder != Path():
+        return str(folder / value) if (folder / value).exists() else value
+    return value
 
 
 def _on_top(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +127,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
 
 def _explain(error: ValidationError, raw: Any, root: type[BaseModel] = Recipe) -> str:
     """The first fault in one line: which key, what is wrong, the nearest known key."""
-    first = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])  # a typo beside a missing key
     kind = first["type"]
     dotted, model = _place(first["loc"], raw, root)
     if kind == "extra_forbidden":

@@ -186,6 +186,7 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str, fol
         where = f"{path} {what} {number}"
         if not isinstance(row, dict) or field not in row:
             hint = f": it has {', '.join(map(str, row))}; set field" if isinstance(row, dict) and row else ""
+            hint = f", it is a list: write one object a line, as `jq -c .[] {path}` does" if isinstance(row, list) else hint
             raise DataError(f"{where}: expected an object with the field {field!r}{hint}")
         try:
             document = _document(row, field, where, folder)

@@ -149,9 +149,11 @@ def _text(path: Path, tokenizer: Any, model: Path) -> _Text:
 def field_of(path: Path) -> str:
     """The field of the first row that holds text or a conversation. Raises DataError naming what is there."""
     try:
-        row = next((value for _, value in json_lines(path) if isinstance(value, dict)), {})
+        _, row = next(json_lines(path), (1, {}))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): give one JSON object a line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path} line 1 is no object: write one object a line, as `jq -c .[] {path}` does with a list")
     field = next((name for name in _FIELDS if name in row), None)
     if field is None:
         there = ", ".join(map(str, row)) or "nothing"
