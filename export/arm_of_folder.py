@@ -35,8 +35,9 @@ _KV = ("k_scale", "v_scale")
 _FAR = 0.5  # of the norm; rounding alone moves a weight by .095, distillation by little more
 
 
-def arm_of_folder(folder: Path, source: str, name: str, out: Path) -> Artifact:
-    """Write the arm `name` (ptq, qad or qat) to `out`; a finished import of the same folder is reused.
+def arm_of_folder(folder: Path, source: str, name: str, out: Path, replace: bool = False) -> Artifact:
+    """Write the arm `name` (ptq, qad or qat) to `out`; a finished import of the same folder is reused, another replaced only on
+    request.
 
     source: the BF16 original, a folder or a hub name. Peak memory is one scale group, and the unquantized tensors that differ.
     Raises BrokenCheckpointError for a folder that `qad check` refuses, UsageError for one that asks for what is not computed
@@ -73,7 +74,7 @@ def arm_of_folder(folder: Path, source: str, name: str, out: Path) -> Artifact:
 
     config = {"arm": name, "imported": "codes"}
     inputs = {"source": original.digest, "folder": folder_digest(folder)}
-    return run_stage(KIND, out, config, inputs, work, origin={**origin_of(folder), "source": original.digest})
+    return run_stage(KIND, out, config, inputs, work, replace=replace, origin={**origin_of(folder), "source": original.digest})
 
 
 def _selection(folder: Folder, source: Checkpoint) -> Selection:

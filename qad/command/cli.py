@@ -138,11 +138,12 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _ptq(args: argparse.Namespace) -> int:
+    from qad.command.run import ptq_arm_by
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
     from qad.training.search import searched
-    from qad.training.stages import ptq_arm, require_shareable
+    from qad.training.stages import require_shareable
 
     recipe = load_recipe(args.recipe, args.overrides)
     require_arm_place(recipe, "ptq", args.out)
@@ -150,7 +151,7 @@ def _ptq(args: argparse.Namespace) -> int:
     require_shareable(job)
     with template_clock(recipe.template_time):
         require_frozen_time(job)
-        artifact = ptq_arm(searched(job, args.out.parent / "search", say), args.out)
+        artifact = ptq_arm_by(searched(job, args.out.parent / "search", say), args.out)
     say(f"PTQ arm: {artifact.path}")
     return 0
 

@@ -67,7 +67,10 @@ def require_arm_place(recipe: Recipe, arm: str, out: Path, apart: Mapping[str, P
     from qad.arms.arm import KIND
     from qad.training.stages import arm_settings
 
-    require_place(out, KIND, {**models(recipe), **apart}, arm_settings(recipe, arm))
+    settings = arm_settings(recipe, arm)
+    if recipe.quantize.search or recipe.quantize.recipe or recipe.quantize.by != "qad":
+        settings = {"arm": arm}  # the rest is decided later
+    require_place(out, KIND, {**models(recipe), **apart}, settings)
 
 
 def models(recipe: Recipe) -> dict[str, Path]:

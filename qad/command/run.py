@@ -23,6 +23,7 @@ import yaml
 
 from export.card import name_of, with_recovery
 from export.check import check
+from export.modelopt_arm import modelopt_arm
 from export.rules.findings import finding_lines
 from export.writer import export_arm
 from harness.compare.policy import load_policy
@@ -47,7 +48,16 @@ from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
 from qad.training.search import searched
-from qad.training.stages import METRICS, bf16_arm, changed_arms, ptq_arm, require_shareable, trained_arm
+from qad.training.stages import (
+    METRICS,
+    arm_settings,
+    bf16_arm,
+    changed_arms,
+    ptq_arm,
+    require_finite,
+    require_shareable,
+    trained_arm,
+)
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml
 from reports.card import recovery_table
@@ -123,7 +133,7 @@ def _run(
     with clock("arm bf16"):
         bf16_arm(job, arms / "bf16", replace=True)
     with clock("arm ptq (calibrate)"):
-        made(ptq_arm(job, arms / "ptq", replace=True))
+        made(ptq_arm_by(job, arms / "ptq", replace=True))
     for method in recipe.methods:
         with clock(f"arm {method} (train)"):
             made(
@@ -154,6 +164,15 @@ def _run(
     for line in (f"report: {report}", f"checkpoint: {last}", f"serve: vllm serve {last}"):
         say(line)
     return report
+
+
+def ptq_arm_by(job: Job, out: Path, replace: bool = False) -> Artifact:
+    """The PTQ arm by whom the recipe says. ModelOpt's export lies in a folder `modelopt` of the run, or beside the arm."""
+    if job.recipe.quantize.by == "qad":
+        return ptq_arm(job, out, replace)
+    require_finite(job.source)
+    run = out.parent.parent if out.parent.name == "arms" else out.parent
+    return modelopt_arm(job, arm_settings(job.recipe, "ptq"), run / "modelopt", out, replace)
 
 
 def _subjects(job: Job, exports: Path) -> list[Subject]:
@@ -240,7 +259,8 @@ def _require_same_arms(job: Job, out: Path, say: Callable[[str], None], redo: bo
 def _require_run_folder(out: Path) -> None:
     """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
-        early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "search", "search.partial", "text", "teacher_cache", METRICS}
+        early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "text", "teacher_cache", METRICS}
+        early |= {"search", "search.partial", "modelopt", "modelopt.partial"}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
     require_writable(out / "recipe.yaml" if out.is_dir() else out)

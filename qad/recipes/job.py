@@ -24,6 +24,7 @@ from qad.model.processor import processor_digest
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
 from qad.recipes.apart import one_document_a_row
+from qad.recipes.modelopt import resolved
 from qad.recipes.recipe import Recipe
 from qad.recipes.trainable import check_patterns
 from qad.text.data import Data, Generations
@@ -158,8 +159,9 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     kept; what they cost is spent when `Job.text` is first asked for. Raises QadError."""
     source = open_checkpoint(recipe.model)
     tokenizer = load_tokenizer(source.folder)
-    section = recipe.quantize
     skeleton = load_skeleton(source)
+    recipe = resolved(recipe, skeleton)
+    section = recipe.quantize
     selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
     _require_tensors(source, selection)
     require_ids(skeleton, tokenizer, source.folder)

@@ -16,6 +16,7 @@ from qad.text.data import SOURCES
 from qad.untrusted import clean
 from qad.untrusted.yaml_text import read_yaml, strict_yaml
 
+MODELOPT = "modelopt:"  # before the name of one of ModelOpt's recipes
 _MESSAGE = 600  # characters, whatever was given
 _PATHS = ("model", "teacher", "data", "validation_data", "prompts", "path", "suite", "suite_data")  # keys that may hold one
 _SECTIONS = ("quantize", "search", "calibrate", "train", "export", "measure", "fidelity", "accuracy", "throughput")
@@ -38,6 +39,8 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
 def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Path]:
     """Plain data and the file they are from. above: the files whose base this is."""
     path = Path(recipe)
+    if recipe.startswith(MODELOPT):
+        return {"quantize": {"recipe": recipe}}, path
     if above and not path.is_absolute() and (beside := above[-1].parent / path).is_file():
         path = beside
     if not path.is_file():

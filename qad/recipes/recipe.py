@@ -57,6 +57,8 @@ class Search(_Strict):
 class Quantize(_Strict):
     """What becomes 4-bit, and how."""
 
+    recipe: str | None = None
+    """modelopt:NAME, a PTQ recipe that comes with nvidia-modelopt, in place of format, formats, include, scales and kv_cache"""
     format: Format = "NVFP4"
     """NVFP4 (W4A4), W4A16_NVFP4, or FP8 with one scale a tensor"""
     formats: dict[str, Format] = {}
@@ -69,12 +71,23 @@ class Quantize(_Strict):
     """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
     rounding: Literal["nearest", "gptq"] = "nearest"
     """of 4-bit weights: gptq decides codes and block scales against the inputs of calibration, and training goes on there"""
+    by: Literal["qad", "modelopt"] = "qad"
+    """what makes the PTQ arm: this tool, or ModelOpt with its own calibration and export (nvidia-modelopt)"""
     search: Search | None = None
     """formats for a target of bits a weight, by the KL of each choice alone; takes the place of formats"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
     """off, or quantized with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
     kv_format: Literal["FP8", "NVFP4"] = "FP8"
     """of the KV cache: FP8, or NVFP4 (modelopt layout; vLLM 0.32 on Blackwell and a few others, nobody ran it here)"""
+
+    @model_validator(mode="after")
+    def _one_author(self) -> Quantize:
+        decided = self.model_fields_set - {"recipe", "exclude", "by"}
+        if self.recipe is not None and decided:
+            raise ValueError(f"recipe decides {', '.join(sorted(decided))}: leave out one of the two")
+        if self.by == "modelopt" and (self.rounding != "nearest" or self.search):
+            raise ValueError("by modelopt: rounding and search are this tool's own, leave them out")
+        return self
 
 
 class Calibrate(_Strict):

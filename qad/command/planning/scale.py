@@ -25,6 +25,7 @@ from qad.model.bounds import OversizedError, built_for, require_bounded
 from qad.model.experts import Expert, experts_a_layer, routed_share, split_experts
 from qad.model.loader import load_skeleton
 from qad.recipes.job import Job
+from qad.recipes.modelopt import resolved
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.training.chunked import LIVE, default_chunk
@@ -292,7 +293,7 @@ def config_shape(folder: Path, recipe: Recipe) -> tuple[Shape, str]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SourceError(f"transformers does not know {folder}/config.json as a causal LM: {reason}") from error
     split_experts(model)
-    section = recipe.quantize
+    section = resolved(recipe, model).quantize
     try:
         selection = select(model, section.format, section.include, section.exclude, section.formats)
     except QadError as error:
