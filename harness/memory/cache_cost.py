@@ -32,6 +32,7 @@ _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FULL = ("full_attention", "indexed_attention", "attention", "*", "hybrid")
 _WINDOW = ("sliding_attention", "chunked_attention")
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "M", "hybrid")
+_KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # of each layer
 _NOTHING = ("mlp", "moe", "-", "E")
 
 
@@ -95,10 +96,11 @@ def declared_dtype(folder: Path, config: Mapping[str, Any]) -> str:
 
 def _layers(config: Mapping[str, Any]) -> list[_Layer] | None:
     """One entry a layer and kind of memory; None where a layer's kind or size is not known."""
+    listed = next((config[key] for key in _KINDS if config.get(key)), None)
     count = config.get("num_hidden_layers") or config.get("n_layer")
-    if not count:
+    if not (listed or count):
         return None
-    kinds = list(config.get("layer_types") or config.get("hybrid_override_pattern") or _uniform(config, count))
+    kinds = list(listed or _uniform(config, count))
     own = len(kinds) - int(config.get("num_kv_shared_layers") or 0)  # the last ones read the cache of an earlier one
     layers = []
     for index, kind in enumerate(kinds):

@@ -113,6 +113,17 @@ def test_the_least_memory_of_a_sequence(tmp_path: Path) -> None:
     assert [smallest_gpu(s.bytes) for s in cost.sequences] == [24, 24, 48]
 
 
+def test_kinds_as_transformers_5_saves_them(tmp_path: Path) -> None:
+    """Nemotron-H: a list under a key of its own, without a number of layers."""
+    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+    listed = [kinds[kind] for kind in NEMOTRON_H["hybrid_override_pattern"]]
+    saved = {key: value for key, value in NEMOTRON_H.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}
+    (tmp_path / "old").mkdir()
+    expected = cache_cost(save(tmp_path / "old", NEMOTRON_H), 0)
+    assert expected is not None
+    assert cache_cost(save(tmp_path, {**saved, "layers_block_type": listed}), 0) == expected
+
+
 def test_a_window_keeps_its_length_and_no_more(tmp_path: Path) -> None:
     cost = cache_cost(save(tmp_path, WINDOWED), 0)
     assert cost is not None
