@@ -98,9 +98,9 @@ def _layers(config: Mapping[str, Any]) -> list[_Layer] | None:
     """One entry a layer and kind of memory; None where a layer's kind or size is not known."""
     listed = next((config[key] for key in _KINDS if config.get(key)), None)
     count = config.get("num_hidden_layers") or config.get("n_layer")
-    if not (listed or count):
+    kinds = list(listed or (_uniform(config, count) if count else ()))
+    if not kinds:
         return None
-    kinds = list(listed or _uniform(config, count))
     own = len(kinds) - int(config.get("num_kv_shared_layers") or 0)  # the last ones read the cache of an earlier one
     layers = []
     for index, kind in enumerate(kinds):
