@@ -29,7 +29,18 @@ from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
 from qad.model.drafts import Drafts
 from qad.model.families import Family, family_of
-from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, INPUT_SCALE, MIXED, Format, Quantized, algorithm_of, with_inputs
+from qad.numerics.formats import (
+    BLOCK_SCALE,
+    CODES,
+    FORMATS,
+    GLOBAL_SCALE,
+    INPUT_SCALE,
+    MIXED,
+    Format,
+    Quantized,
+    algorithm_of,
+    with_inputs,
+)
 from qad.untrusted import mapping
 from qad.untrusted.safetensors_header import Entry, Header, read_header
 
@@ -88,6 +99,13 @@ class Folder:
         own = {f".{COMPRESSED_TENSORS.leaf(format, CODES)}" for format in FORMATS} - {".weight"}
         stored = COMPRESSED_TENSORS if any(name.endswith(tuple(own)) for name in self.tensors) else MODELOPT
         return announced_layout(self.config) or stored
+
+    @property
+    def named_layouts(self) -> list[Layout]:
+        """Those that alone call a global scale as a tensor here is called."""
+        names = {layout: {layout.leaf(format, GLOBAL_SCALE) for format in FORMATS} for layout in LAYOUTS.values()}
+        shared, leaves = set.intersection(*names.values()), {name.rpartition(".")[2] for name in self.tensors}
+        return [layout for layout, own in names.items() if leaves & (own - shared)]
 
     @functools.cached_property
     def algorithm(self) -> str | None:

@@ -8,6 +8,7 @@ again is taken from the arm the folder was exported from, never from the BF16 or
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,6 @@ from qad.model.beside import beside
 from qad.numerics.formats import BLOCK_SCALE, CODES, FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, NVFP4, algorithm_of
 from qad.place import require_apart
 from qad.untrusted import mapping
-from qad.untrusted.safetensors_header import read_header
 
 _ONE = 0x38  # 1.0 in E4M3: what the weight rule stores for an all-zero block
 
@@ -117,28 +117,21 @@ def _plan(path: Path, errors: list[Finding]) -> _Plan:
 
 def _stale_files(folder: Folder) -> list[str]:
     """Files that the index does not list and that hold nothing of their own."""
-    listed = {str(file) for file in mapping((folder.index or {}).get("weight_map")).values()}
+    weight_map = mapping((folder.index or {}).get("weight_map"))
+    listed = {str(file) for file in weight_map.values()}
     if not listed or not listed <= {*folder.files}:
         return []
-    weight_map = mapping((folder.index or {}).get("weight_map"))
-    return [file for file in folder.files if file not in listed and _names(folder, file) <= {*weight_map}]
-
-
-def _names(folder: Folder, file: str) -> set[str]:
-    if file in folder.unreadable:
-        return set()
-    return {*read_header(folder.path / file).tensors}
+    held = {file: header.tensors.keys() for file, header in folder.headers.items()}
+    return [file for file in folder.files if file not in listed and held.get(file, set()) <= weight_map.keys()]
 
 
 def _layout_of_tensors(folder: Folder) -> Layout | None:
     """The layout whose names all global scales have, where layouts share them the one whose scalars have that shape, whatever
     the metadata says; None where it is none or both."""
-    leaves = {name.rpartition(".")[2] for name in folder.tensors}
-    named = {name: {layout.leaf(f, GLOBAL_SCALE) for f in FORMATS} for name, layout in LAYOUTS.items()}
-    shared = set.intersection(*named.values())
-    found = [layout for name, layout in LAYOUTS.items() if leaves & (named[name] - shared)]
+    found = folder.named_layouts
     if not found and folder.packed:
-        scalars = (folder.entry(f"{module}.{leaf}") for module in folder.packed for leaf in shared)
+        names = {layout.leaf(format, GLOBAL_SCALE) for layout in LAYOUTS.values() for format in FORMATS}
+        scalars = (folder.entry(f"{module}.{leaf}") for module in folder.packed for leaf in names)
         shapes = {entry.shape for entry in scalars if entry is not None}
         found = [layout for layout in LAYOUTS.values() if shapes == {layout.scalar}]
     return found[0] if len(found) == 1 else None
@@ -155,7 +148,7 @@ def _block_scales(folder: Folder, layout: Layout, done: list[str]) -> Iterator[t
         bad = _bad_over_zeros(folder, name, packed)
         if bad.any():
             done.append(f"{module}: {int(bad.sum())} block scales that were NaN or negative over all-zero codes became 1.0")
-            yield name, lambda name=name, bad=bad: _with_ones(folder.get(name), bad)  # type: ignore[misc]
+            yield name, functools.partial(_with_ones, folder, name, bad)
 
 
 def _bad_over_zeros(folder: Folder, scale: str, codes: str) -> Tensor:
@@ -167,7 +160,8 @@ def _bad_over_zeros(folder: Folder, scale: str, codes: str) -> Tensor:
     return bad & zero
 
 
-def _with_ones(scale: Tensor, where: Tensor) -> Tensor:
+def _with_ones(folder: Folder, name: str, where: Tensor) -> Tensor:
+    scale = folder.get(name)
     return torch.where(where, torch.tensor(_ONE, dtype=torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
 
 

@@ -34,12 +34,10 @@ def in_bfloat16(config: dict[str, object]) -> dict[str, object]:
     """The source's config.json for what was exported from it: engines compute in the dtype that it names, and the tensors are
     BF16 now, whatever they were."""
     said = {key: "bfloat16" for key in DTYPE_KEYS if config.get(key)}
-    parts = {name: in_bfloat16(part) for name, part in config.items() if isinstance(part, dict) and _says_dtype(part)}
+    parts = {
+        name: in_bfloat16(part) for name, part in config.items() if isinstance(part, dict) and any(map(part.get, DTYPE_KEYS))
+    }
     return {**config, **(said or {"dtype": "bfloat16"}), **parts}
-
-
-def _says_dtype(part: dict[str, object]) -> bool:
-    return any(part.get(key) for key in DTYPE_KEYS)
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:

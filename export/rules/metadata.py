@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from export.folder import FLOATING, Folder
 from export.layouts.config_files import DTYPE_KEYS
 from export.layouts.exclude import compressed_tensors_quantizes
-from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT
+from export.layouts.layout import COMPRESSED_TENSORS, MODELOPT
 from export.rules.compressed_tensors import e1_scheme
 from export.rules.findings import Finding, error, warning
-from qad.numerics.formats import FORMATS, GLOBAL_SCALE, KV_FORMATS, MIXED, kv_format_of, quantizes_activations
+from qad.numerics.formats import FORMATS, KV_FORMATS, MIXED, kv_format_of, quantizes_activations
 from qad.untrusted import mapping, names
 
 # Of modules of a mixed checkpoint, known to engines but not to this checker.
@@ -88,14 +88,7 @@ def _method(folder: Folder) -> Iterator[Finding]:
     """quant_method is the one that reads the tensors' names."""
     if folder.announced.outer is None:
         return
-    method, packed = folder.announced.outer.get("quant_method"), folder.packed
-    global_scales = {layout: {layout.leaf(f, GLOBAL_SCALE) for f in FORMATS} for layout in LAYOUTS.values()}
-    shared = set.intersection(*global_scales.values())
-    named = [
-        layout
-        for layout, leaves in global_scales.items()
-        if any(f"{m}.{leaf}" in folder.tensors for m in packed for leaf in leaves - shared)
-    ]
+    method, named = folder.announced.outer.get("quant_method"), folder.named_layouts
     wanted = named[0].name if len(named) == 1 else folder.layout.name
     known = (MODELOPT.name, "modelopt_fp4") if folder.layout is MODELOPT else (COMPRESSED_TENSORS.name,)
     if method not in known or wanted != folder.layout.name:

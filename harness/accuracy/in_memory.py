@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from harness.accuracy.journal import Answer
 from harness.accuracy.quiet import quiet
-from harness.accuracy.resumed import new_deque, request_seed
+from harness.accuracy.resumed import request_seed
 from harness.records.record import LENGTH, STOP
 
 
@@ -26,7 +27,7 @@ class InMemory(HFLM):
     def __init__(self, model: Any, tokenizer: Any, batch_size: int, think_end: str | None) -> None:
         with quiet():
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        self.think_end, self.seed, self.said = think_end, 0, new_deque()
+        self.think_end, self.seed, self.said = think_end, 0, collections.deque[Answer]()
         special = tokenizer.convert_tokens_to_ids(think_end) if think_end else None
         self._think_id = special if special in (tokenizer.all_special_ids or []) else None
 

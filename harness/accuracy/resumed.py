@@ -96,10 +96,6 @@ class Asking:
         return tuple(found) if isinstance(found, list) else found
 
 
-def new_deque() -> collections.deque[Answer]:
-    return collections.deque()
-
-
 def _stops(settings: dict[str, Any]) -> list[str]:
     until = settings.get("until") or []
     return [until] if isinstance(until, str) else list(until)

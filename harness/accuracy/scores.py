@@ -123,7 +123,8 @@ class _Pass:
             self.rows.setdefault(sample["filter"], []).append(row)
         self.facts = protocol(ready.name, ready.task, asking.lm, samples, suite.think_end)
         if suite.chat_template:
-            self.facts["chat_template"] = _template_hash(asking.lm)
+            template = getattr(getattr(asking.lm, "tokenizer", None), "chat_template", None) or "the server's"
+            self.facts["chat_template"] = hashlib.sha256(str(template).encode()).hexdigest()[:16]
         if ready.repeats > 1:
             self.facts["samples_per_item"] = ready.repeats
 
@@ -229,8 +230,3 @@ def _chance(task: Any, metric: str, samples: list[dict[str, Any]]) -> float | No
         right = len(set(sample["target"])) if isinstance(sample["target"], list) else 1
         shares.append(right / len(task.doc_to_choice(sample["doc"])))
     return sum(shares) / len(shares)
-
-
-def _template_hash(lm: Any) -> str:
-    template = getattr(getattr(lm, "tokenizer", None), "chat_template", None)
-    return hashlib.sha256(str(template or "the server's").encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import importlib.util
 import json
 import math
@@ -20,7 +21,7 @@ from typing import Any
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
 from harness.accuracy.journal import Answer
-from harness.accuracy.resumed import new_deque, request_seed
+from harness.accuracy.resumed import request_seed
 from harness.engines.answers import served_models
 from harness.records.record import ERROR, LENGTH, SERVER, STOP, Engine
 from harness.serving.observe import token_counts
@@ -169,7 +170,8 @@ class _Telling:
             raise ValueError(f"a reply that ended by {clean(reason, 40)}")
         said, cut = read(choices[0])
         finish = LENGTH if cut or reason in _CUT else STOP if reason else ""
-        tokens, thinking = token_counts(reply).get("completion_tokens"), _thinking_tokens(reply)
+        details = mapping(mapping(reply.get("usage")).get("completion_tokens_details"))
+        tokens, thinking = token_counts(reply).get("completion_tokens"), count(details.get("reasoning_tokens"))
         if thinking is None and self.think_end:
             thinking = tokens if finish == LENGTH and self.think_end not in said else None
         self.said.append(Answer(said, tokens, finish, thinking))
@@ -177,7 +179,7 @@ class _Telling:
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.said = new_deque()
+        self.said = collections.deque[Answer]()
 
 
 class _Server(_Telling, LocalCompletionsAPI):
@@ -223,7 +225,3 @@ def _words(holder: dict[str, Any], name: str) -> str:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"a reply whose {name} is {clean(value, 40)}")
     return value or ""
-
-
-def _thinking_tokens(reply: dict[str, Any]) -> int | None:
-    return count(mapping(mapping(reply.get("usage")).get("completion_tokens_details")).get("reasoning_tokens"))

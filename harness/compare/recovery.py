@@ -58,7 +58,8 @@ def _compare(records: list[Record], margin: float) -> Comparison:
     controls = [record for record in records if record.control is not None]
     records = merge_seeds([record for record in records if record.control is None])
     kinds = by_kind(records)
-    notes = [f"{record.arm}, {reason}" for record in records for reason in _left_out(record)]
+    imported = [(record.arm, mapping(record.provenance.get("imported"))) for record in records]
+    notes = [f"{arm}, {reason}" for arm, facts in imported for reason in names(facts.get("left_out"))]
     arms = sorted({record.arm for record in records}, key=arm_order)
     for kind in ("accuracy", "fidelity", "scores"):
         if kind in kinds:
@@ -89,11 +90,6 @@ def _compare(records: list[Record], margin: float) -> Comparison:
         serving_ratio=compare_serving(kinds.get("serving", {}), notes),
         noise_floor=noise_floors(records, controls, notes),
     )
-
-
-def _left_out(record: Record) -> list[str]:
-    """What an import was without, by its provenance."""
-    return names(mapping(record.provenance.get("imported")).get("left_out"))
 
 
 # --- benchmarks ----------------------------------------------------------------------------------

@@ -88,16 +88,11 @@ def _lengths(arm: str, base: float | None, own: float | None) -> str:
 
 
 def _ratios(own: CellSummary, base: CellSummary) -> dict[str, Estimate]:
+    """Over the repeats that both have."""
     found = {}
     for metric in METRICS:
-        mine, theirs = getattr(own, metric), getattr(base, metric)
-        top, bottom = (mine, theirs) if metric == "tokens_per_s" else (theirs, mine)
-        estimate = _ratio(top, bottom)
-        if estimate is not None:
+        top, bottom = (own, base) if metric == "tokens_per_s" else (base, own)
+        pairs = zip(getattr(top, metric), getattr(bottom, metric), strict=False)
+        if estimate := mean_ratio([(t, b) for t, b in pairs if t and b and t > 0 and b > 0]):
             found[metric] = estimate
     return found
-
-
-def _ratio(top: list[float | None], bottom: list[float | None]) -> Estimate | None:
-    """Over the repeats that both have."""
-    return mean_ratio([(t, b) for t, b in zip(top, bottom, strict=False) if t and b and t > 0 and b > 0])

@@ -44,7 +44,9 @@ def _ratios(
     ratios = {}
     for shape in shared:
         name = shape[0] if phases.count(shape[0]) == 1 else shape_name(*shape)
-        estimate = _ratio(other[shape].tokens_per_s, base[shape].tokens_per_s)
+        pairs = list(zip(other[shape].tokens_per_s, base[shape].tokens_per_s, strict=False))
+        repeats = [*other[shape].tokens_per_s, *base[shape].tokens_per_s]
+        estimate = mean_ratio(pairs) if all(math.isfinite(v) and v > 0 for v in repeats) else None
         if estimate is None:
             notes.append(f"throughput of {arm}, {name}: a repeat is missing or not positive, so there is no ratio")
         else:
@@ -56,13 +58,6 @@ def _ratios(
 
 def shape_name(phase: str, batch: int, input_tokens: int, output_tokens: int) -> str:
     return f"{phase}, batch {batch}, {input_tokens} + {output_tokens} tokens"
-
-
-def _ratio(top: list[float], bottom: list[float]) -> Estimate | None:
-    """None where a repeat is missing or not positive."""
-    if not all(math.isfinite(v) and v > 0 for v in [*top, *bottom]):
-        return None
-    return mean_ratio(list(zip(top, bottom, strict=False)))
 
 
 def emulated(arms: dict[str, Record]) -> list[str]:

@@ -11,6 +11,7 @@ With two seeds Student's t is 12.7. Where several arms have seeds they are taken
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ def _together(each: list[Comparison]) -> Comparison:
         )
     benchmarks = [_row(list(rows)) for rows in zip(*(c.benchmarks for c in each), strict=True)]
     contrasts = [_contrast(list(found)) for found in zip(*(c.contrasts for c in each), strict=True)]
-    found: dict[str, Any] = {name: _first([getattr(c, name) for c in each]) for name in _OF_ONE}
+    found: dict[str, Any] = {name: dict(collections.ChainMap(*(getattr(c, name) for c in each))) for name in _OF_ONE}
     found |= {name: _fold([getattr(c, name) for c in each]) for name in _FOLDED}
     return dataclasses.replace(
         first,
@@ -134,13 +135,6 @@ def _together(each: list[Comparison]) -> Comparison:
 
 _FOLDED = ("median_recovery", "fidelity", "kl_ratio", "perplexity_gap_closed", "median_gain")
 _OF_ONE = ("throughput_ratio", "memory_ratio", "failure_share", "serving_ratio", "noise_floor", "sources")
-
-
-def _first(found: list[dict[str, object]]) -> dict[str, object]:
-    merged: dict[str, object] = {}
-    for part in found:
-        merged = {**part, **merged}
-    return merged
 
 
 def _fold(values: list[Any]) -> Any:

@@ -83,13 +83,8 @@ def describe(model: Any, dtype: str, device: str, algorithm: str | None, asked: 
         name="transformers",
         version=importlib.metadata.version("transformers"),
         dtype=dtype,
-        device=_device_name(device),
+        device=f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
         kernel_path=path,
         emulated=algorithm is not None,
         native_fp4=False if algorithm else None,
     )
-
-
-def _device_name(device: str) -> str:
-    """`cuda:0` -> `cuda:0 (name of the card)`."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device

@@ -27,11 +27,8 @@ def running_server(url: str, folder: Path, engine: str | None = None, log: Path 
     chosen = named[:1] or models
     if len(chosen) != 1:
         raise UsageError(f"{url} serves {', '.join(models) or 'no model'}: serve {folder.name} alone, or under that name")
-    return Server(root, chosen[0], _engine(root, folder, engine, log))
-
-
-def _engine(root: str, folder: Path, name: str | None, log: Path | None) -> Engine:
     version = version_told(root)
-    if log is None or name is None:
-        return Engine(name or "server", version or "", "", "", UNKNOWN_KERNELS, emulated=False)
-    return engine_named(name).adapter.describe(log.read_text(encoding="utf-8", errors="replace"), version, folder)
+    if log is None or engine is None:
+        return Server(root, chosen[0], Engine(engine or "server", version or "", "", "", UNKNOWN_KERNELS, emulated=False))
+    printed = log.read_text(encoding="utf-8", errors="replace")
+    return Server(root, chosen[0], engine_named(engine).adapter.describe(printed, version, folder))
