@@ -65,6 +65,7 @@ bench: setup $(MODEL)/config.json
 gpu-check: setup
 	$(BIN)/python tests/bench/gpu_check --part bits
 	$(BIN)/python tests/bench/gpu_check --part train
+	$(BIN)/python tests/bench/gpu_check --part scale
 
 # Every family as a tiny random instance, the whole way; writes the page of the documentation anew.
 families: setup

@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_both_parts_run_on_a_cpu(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_parts_run_on_a_cpu(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--device", "cpu", "--eager", "--out", str(tmp_path)]) == 0
     bits, train = (json.loads((tmp_path / f"gpu_check-{part}.json").read_text()) for part in ("bits", "train"))
     assert bits["same_bits"]
@@ -44,7 +44,13 @@ def test_both_parts_run_on_a_cpu(script: ModuleType, tmp_path: Path, capsys: pyt
     assert training["exported_and_reloaded_equal"]
     assert all(0 < q["kl_qad"] <= q["kl_ptq"] for q in training["qad"])
     assert len(training["step"]["ratios"]) == 6
+    cases = json.loads((tmp_path / "gpu_check-scale.json").read_text())["scale"]["cases"]
+    assert [case["name"] for case in cases if "error" in case] == []
+    assert all(0 < sum(case["seconds_by_phase"].values()) <= case["seconds"] * 1.001 for case in cases)
+    assert {case["model"] for case in cases} == {"dense", "mixture"}
+    assert all(case["planned_bytes"] > 20 * case["parameters"] for case in cases)
     printed = capsys.readouterr().out
+    assert "scale: measured" in printed
     assert "bits: every bit the same" in printed
     assert "student and reloaded export: logits equal to the bit" in printed
     assert not list(tmp_path.glob("*.partial"))

@@ -262,13 +262,13 @@ def _lighter(shape: Shape, train: Train, dtype: str, room: float, teacher: Shape
         ("optimizer", "adamw8bit", "adamw8bit"),
         ("optimizer", "adamw_offloaded", "adamw_offloaded"),
     ]
-    said: list[str] = []
+    said: dict[str, str] = {}
     for key, words, value in steps:
         if getattr(train, key) != value:
-            said.append(f"train.{key}: {words}")
+            said[key] = f"train.{key}: {words}"
             train = train.model_copy(update={key: value})
             if need(shape, train, dtype, 1, teacher).total <= room:
-                return ", ".join(said)
+                return ", ".join(said.values())
     return ""
 
 

@@ -2,6 +2,7 @@
 
     python tests/bench/gpu_check --part bits      bits against the CPU's, bandwidth of fake quantization against a copy
     python tests/bench/gpu_check --part train     a few hundred steps of QAD, recovery, cost of a step
+    python tests/bench/gpu_check --part scale     steps of large models: time and peak memory by phase against the plan
 
 A table on standard output; every number in OUT/gpu_check-PART.json, OUT being --out or the environment's. Exit 1 where one bit
 differs, 0 else.
@@ -93,7 +94,17 @@ def train(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bo
     return {"training": found}, lines, same
 
 
-PARTS = {"bits": bits, "train": train}
+def scale(device: str, compile_too: bool) -> tuple[dict[str, Any], list[str], bool]:
+    from device_scale import CPU, GPU, measure_scale, scale_table
+
+    if not compile_too:
+        os.environ["QAD_COMPILE"] = "0"
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        found = measure_scale(GPU if device == "cuda" else CPU, Path(folder), device, lambda line: print(line, flush=True))
+    return {"scale": found}, scale_table(found), True
+
+
+PARTS = {"bits": bits, "train": train, "scale": scale}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,7 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
         aside = args.out / f"gpu_check-{name}.json.partial"
         aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         aside.replace(aside.with_suffix(""))
-        print("\n".join([*lines, f"{name}: {'every bit the same' if same else 'BITS DIFFER'}, {seconds:.0f} s", ""]), flush=True)
+        verdict = "measured" if name == "scale" else "every bit the same" if same else "BITS DIFFER"
+        print("\n".join([*lines, f"{name}: {verdict}, {seconds:.0f} s", ""]), flush=True)
         right = right and same
     return 0 if right else 1
 
