@@ -3,8 +3,8 @@
 docs/reference/scale.md explains every formula. P parameters, A those that a token meets, T tokens, N ranks, w bytes of the
 compute dtype. GB = 1e9 bytes.
 
-Training runs in one process. What is said of N ranks is what it would take if they shared masters, moments, gradients, student
-and teacher by rows and gathered one layer at a time.
+What is said of N ranks is what it takes when torchrun starts them: they share masters, moments, gradients, student and teacher by
+rows and gather one layer at a time.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _on(gpu: Gpu, shape: Shape, train: Train, dtype: str, teacher: Shape | None)
         return f"{told}nothing up to {RANKS[-1]} ranks"
     hours = flops(shape, train, teacher) / (gpu.flops * utilization(shape)) / 3600
     each = _gigabytes(need(shape, train, dtype, fitting, teacher).total)
-    return f"{told}{shorter}{fitting} ranks of {each} each ({_hours(hours / fitting)}), once training is shared among ranks"
+    return f"{told}{shorter}{fitting} ranks of {each} each ({_hours(hours / fitting)}), by torchrun"
 
 
 def _fitting(shape: Shape, train: Train, dtype: str, room: float, teacher: Shape | None) -> int | None:

@@ -31,6 +31,7 @@ from qad.model.loader import load_model, load_skeleton
 from qad.numerics.compiled import compilation
 from qad.recipes.job import Job, prepare
 from qad.recipes.load import parse_recipe
+from qad.training.chunked import chunked_loss
 from qad.training.objective import Inputs, Objective
 from qad.training.optim import make_optimizer
 from qad.training.stages import ptq_arm
@@ -200,8 +201,9 @@ def _measure(plan: Models, case: Case, folder: Path, device: str) -> dict[str, A
         with phases.of("student"):
             hidden = objective._student_hidden(inputs)
         with phases.of("loss"):
-            loss = objective._compare(hidden, inputs, targets, objective.token_loss) / config.tokens_per_step
-        del targets, hidden
+            asked = objective.student_head, targets, inputs.labels(), objective.token_loss, objective.chunk
+            loss = chunked_loss(hidden, *asked) / config.tokens_per_step
+        del targets, hidden, asked
         with phases.of("backward"):
             loss.backward()
         with phases.of("clip"):
