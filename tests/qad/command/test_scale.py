@@ -197,6 +197,19 @@ def test_the_page_holds_what_the_plan_says(large: tuple[str, Shape, Train]) -> N
     assert row(*large) in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("large", ["8B dense"], indirect=True)
+def test_the_evening_takes_what_its_page_says(large: tuple[str, Shape, Train]) -> None:
+    page = (PAGE.parents[1] / "guides" / "eight-gpus.md").read_text(encoding="utf-8")
+    train = parse_recipe(yaml.safe_load(page.partition("```yaml")[2].partition("```")[0]), "page").training
+    planned = need(large[1], train, "bfloat16", 8)
+    for size in [*planned.parts.values(), planned.total]:
+        assert f"{size / 1e9:.3g} GB" in page
+    h200 = next(gpu for gpu in GPUS if gpu.name == "H200")
+    hours = flops(large[1], train) / (8 * h200.flops * utilization(large[1])) / 3600
+    assert f"**{hours:.2g} hours**" in page
+    assert f"{train.steps} steps" in page
+
+
 def test_qad_plan_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LARGE["8B dense"]
     config.architectures = ["LlamaForCausalLM"]
