@@ -6,14 +6,13 @@ Nothing here raises for a missing or damaged part: a report says "not measured" 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.records import record as records
 from harness.records.record import ARMS, Record
-from qad.untrusted import mapping, strict_json, text_lines
+from qad.untrusted import is_number, mapping, strict_json, text_lines
 from qad.untrusted.yaml_text import strict_yaml
 
 KINDS = ("accuracy", "fidelity", "memory", "throughput")
@@ -211,11 +210,9 @@ def _read_steps(path: Path) -> tuple[list[Step], int]:
 _CURVES = ("kl", "lr", "tokens_per_s", "val_kl", "val_cross_entropy", "saturated_weight_share", "saturated_input_share")
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """None for null and for what is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if is_number(value) else None
 
 
 def _split_texts(run: Path, given: list[Record]) -> list[SplitText]:
@@ -241,7 +238,7 @@ def _split_texts(run: Path, given: list[Record]) -> list[SplitText]:
     return [found[role] for role in ("calibration", "train", "validation", "test") if role in found]
 
 
-def _counts(value: Any) -> dict[str, int]:
+def _counts(value: object) -> dict[str, int]:
     items = value.items() if isinstance(value, dict) else ()
     return {str(name): tokens for name, tokens in items if isinstance(tokens, int)}
 

@@ -18,7 +18,7 @@ from pyarrow import csv
 
 from harness.records.comparison import Comparison, Estimate
 from harness.records.record import Record
-from qad.untrusted import clean
+from qad.untrusted import clean, utf8
 from reports.load import Run
 from reports.sections.engine_parity import parity_of
 from reports.sections.items import Pair
@@ -148,7 +148,7 @@ def _frame(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
     answer may hold, is no UTF-8."""
     columns = {}
     for column in _COLUMNS[name].split():
-        found = [row.get(column) if column in _TYPES else _utf8(str(row.get(column, ""))) for row in rows]
+        found = [row.get(column) if column in _TYPES else utf8(str(row.get(column, ""))) for row in rows]
         columns[column] = pd.Series(found, dtype=_TYPES.get(column, "string"))
     return pd.DataFrame(columns)
 
@@ -158,10 +158,6 @@ def _csv(frame: pd.DataFrame) -> bytes:
     out = io.BytesIO()
     csv.write_csv(pa.Table.from_pandas(frame.assign(**texts), preserve_index=False), out)
     return out.getvalue()
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _plain_line(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import matplotlib.ticker
 
@@ -30,6 +30,10 @@ from reports.sections.outcome import BASELINE, arm_name
 from reports.sections.strata import Curve, curves
 from reports.sections.tables import memory_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
 MEDIAN, NOISE_LABEL = "Median", "noise floor"
 
 
@@ -46,7 +50,7 @@ def recovery(comparison: Comparison) -> Figure | None:
     if len(lines) > 1:
         lines.append((MEDIAN, comparison.median_recovery))
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         axes = figure.subplots()
         _noise_bands(axes, [label for label, _ in lines], noise)
         _recovery_axes(axes, arms, lines, narrow)
@@ -73,14 +77,14 @@ def noise_bands(comparison: Comparison) -> dict[str, Band]:
     return {label: max(bands, key=lambda band: band.high - band.low) for label, bands in found.items()}
 
 
-def _noise_bands(axes: Any, labels: list[str], noise: dict[str, Band]) -> None:
+def _noise_bands(axes: Axes, labels: list[str], noise: dict[str, Band]) -> None:
     for place, label in enumerate(labels):
         band = noise.get(label)
         if band and band.low < band.high:
             axes.barh(place, 100 * (band.high - band.low), left=100 * band.low, height=0.9, color=RULE, zorder=0)
 
 
-def _recovery_axes(axes: Any, arms: list[str], lines: list[tuple[str, dict[str, Estimate]]], narrow: bool) -> None:
+def _recovery_axes(axes: Axes, arms: list[str], lines: list[tuple[str, dict[str, Estimate]]], narrow: bool) -> None:
     axes.axvline(100, color=INK, linewidth=1.0, zorder=1)
     for place, (label, found) in enumerate(lines):
         if label == MEDIAN and place == len(lines) - 1 and place:
@@ -95,7 +99,6 @@ def _recovery_axes(axes: Any, arms: list[str], lines: list[tuple[str, dict[str, 
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
-    axes.set_axisbelow(True)
     axes.set_xlabel("recovery, % of BF16")
 
 
@@ -105,7 +108,7 @@ def _limits(estimate: Estimate) -> tuple[float, float] | None:
     return 100 * estimate.low, 100 * estimate.high
 
 
-def _dot(axes: Any, x: float, y: float, limits: tuple[float, float] | None, arm: str) -> None:
+def _dot(axes: Axes, x: float, y: float, limits: tuple[float, float] | None, arm: str) -> None:
     colour = arm_colour(arm)
     if limits:
         axes.plot(limits, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
@@ -123,7 +126,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
     if not panels:
         return None
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
         for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
             if name == "quantiles":
@@ -148,7 +151,7 @@ def strata(comparison: Comparison) -> Figure | None:
         return None
     arms = list(next(iter(panels.values()))[1])
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
         for (label, (names, lines)), axes in zip(panels.items(), [grid] if len(panels) == 1 else grid, strict=True):
             _stratum_axes(axes, label, names, lines)
@@ -162,7 +165,7 @@ def strata(comparison: Comparison) -> Figure | None:
     return draw_figure("strata", draw, (2.9, 2.8 * len(panels)), alt, caption)
 
 
-def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None:
+def _stratum_axes(axes: Axes, label: str, names: list[str], lines: Curve) -> None:
     for i, (arm, points) in enumerate(lines.items()):
         known = [(place, *point) for place, point in enumerate(points) if point]
         shift = 0.12 * (i - (len(lines) - 1) / 2)
@@ -180,7 +183,6 @@ def _stratum_axes(axes: Any, label: str, names: list[str], lines: Curve) -> None
     axes.set_xticks(range(len(names)), [clean(name, 8) for name in names])
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
     axes.set_xlabel(label)
     axes.set_ylabel("KL, nats")
 
@@ -190,7 +192,7 @@ def _quantiles(token_kl: dict[str, float]) -> list[tuple[str, float]]:
     return [(name, token_kl[key]) for key, name in names.items() if token_kl.get(key, 0) > 0]
 
 
-def _quantile_axes(axes: Any, curves: dict[str, list[tuple[str, float]]]) -> None:
+def _quantile_axes(axes: Axes, curves: dict[str, list[tuple[str, float]]]) -> None:
     order = [name for name in ("50", "90", "99", "99.9", "max") if any(name in dict(c) for c in curves.values())]
     for arm, curve in curves.items():
         places = [order.index(name) for name, _ in curve]
@@ -222,7 +224,7 @@ def _pairs(data: dict[str, FidelityData]) -> list[tuple[float, float]]:
     ]
 
 
-def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
+def _pair_axes(axes: Axes, pairs: list[tuple[float, float]]) -> None:
     top = 1.08 * max(max(pair) for pair in pairs) or 1.0
     axes.plot([0, top], [0, top], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.annotate("equal", (0.93 * top, 0.93 * top), xytext=(-3, 0), textcoords="offset points", ha="right", color=MUTED)
@@ -232,7 +234,6 @@ def _pair_axes(axes: Any, pairs: list[tuple[float, float]]) -> None:
     axes.set_ylim(0, top)
     axes.set_aspect("equal")
     axes.grid()
-    axes.set_axisbelow(True)
     axes.set_xlabel("PTQ: KL of a sequence, nats per token")
     axes.set_ylabel("QAD: the same sequence")
 
@@ -250,7 +251,7 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
     beside = {arm: [(s.tokens, s.val_kl) for s in found if s.val_kl is not None] for arm, found in others.items()}
     beside = {arm: points for arm, points in beside.items() if points}
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         axes = figure.subplots()
         if train:
             # Long runs are thinned to what a screen can show.
@@ -296,7 +297,7 @@ def training(steps: list[Step], others: dict[str, list[Step]]) -> Figure | None:
     return draw_figure("training", draw, (3.0, 2.9), alt + ".", "KL from the teacher over the training tokens.")
 
 
-def _mark_start(axes: Any, start: float) -> None:
+def _mark_start(axes: Axes, start: float) -> None:
     axes.axhline(start, color=arm_colour("ptq"), linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"PTQ start {significant(start)}",
@@ -318,7 +319,7 @@ def memory(arms: list[str], records: list[Record]) -> Figure | None:
         return None
     names = [name for name in CLASSES if any(found[arm].bytes_by_class.get(name) for arm in arms)]
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         axes = figure.subplots()
         lefts = [0.0] * len(arms)
         for name in names:

@@ -12,13 +12,18 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import matplotlib.patches
 
 from reports.parts import Figure
 from reports.sections.outcome import arm_name
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 WIDE, NARROW = 7.4, 3.5  # inches of 72 points; the page shows a point as 1.25 pixels
 INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -56,6 +61,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": RULE,
     "grid.linewidth": 0.8,
     "axes.grid": False,
+    "axes.axisbelow": True,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -65,7 +71,7 @@ STYLE: dict[Any, Any] = {
     "axes.unicode_minus": True,
 }
 
-Draw = Callable[[Any, bool], None]  # (matplotlib figure, narrow)
+Draw = Callable[["Canvas", bool], None]  # (figure, narrow)
 
 
 def arm_colour(arm: str) -> str:
@@ -76,8 +82,8 @@ def arm_marker(arm: str) -> str:
     return MARKERS.get(arm, "^")
 
 
-def arm_legend(figure: Any, axes: Any, arms: list[str], band: str = "") -> None:
-    handles = [
+def arm_legend(figure: Canvas, axes: Axes, arms: list[str], band: str = "") -> None:
+    handles: list[Artist] = [
         axes.plot([], [], color=arm_colour(arm), marker=arm_marker(arm), markersize=6, linewidth=1.8, label=arm_name(arm))[0]
         for arm in arms
     ]

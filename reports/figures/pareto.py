@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
 
 from harness.records.comparison import Comparison
 from harness.records.record import Record
@@ -31,7 +35,7 @@ def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | Non
     if not arms:
         return None
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         panels = figure.subplots(len(shapes), 1, squeeze=False)[:, 0]
         for axes, shape in zip(panels, shapes, strict=True):
             for arm in arms:
@@ -55,7 +59,6 @@ def pareto_figure(comparison: Comparison, records: list[Record]) -> Figure | Non
             axes.set_ylim(bottom=0)
             axes.margins(0.12)
             axes.grid()
-            axes.set_axisbelow(True)
         arm_legend(figure, panels[0], arms)
 
     described = "; ".join(
