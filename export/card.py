@@ -34,11 +34,8 @@ def git_attributes(files: Mapping[str, int]) -> str:
     return "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in (*_LARGE_FILES, *sorted(own)))
 
 
-def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: str | None = None) -> str:
-    """Front matter (base_model, licence, tags, name, quantization), what the weights are, and where the bytes go.
-
-    recovery: a Markdown table of measured recovery, placed under a heading of its own; None: the card says nothing of it.
-    """
+def model_card(arm: Arm, layout: Layout, entries: Collection[Entry]) -> str:
+    """Front matter (base_model, licence, tags, name, quantization), what the weights are, and where the bytes go."""
     assert arm.selection is not None
     front = _front_matter(arm, layout)
     made = "distilled from its BF16 original (QAD)" if arm.trained else "quantized after training (PTQ)"
@@ -48,8 +45,7 @@ def model_card(arm: Arm, layout: Layout, entries: Collection[Entry], recovery: s
         f"The files are in the {layout.name} layout.\n\n## Size\n\n{size_table(layout, entries)}"
     )
     formats = {arm.selection.format_of(module) for module in arm.selection.modules}
-    text += serve_section(layout, formats, arm.config, arm.kv_format) + made_section(arm)
-    return text if recovery is None else with_recovery(text, recovery)
+    return text + serve_section(layout, formats, arm.config, arm.kv_format) + made_section(arm)
 
 
 def _formats(selection: Selection) -> str:

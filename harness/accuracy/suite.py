@@ -26,7 +26,7 @@ from typing import Annotated
 import pydantic
 
 from qad.errors import DataError
-from qad.recipes.strict_yaml import Strict, first_fault, read_shipped, shipped_names
+from qad.recipes.strict_yaml import Strict, first_fault, read_shipped
 
 SHIPPED = Path(__file__).parents[1] / "suites"
 
@@ -108,11 +108,6 @@ def of_tasks(tasks: list[str], limit: int | None = None, n_shot: int | None = No
         return Suite(name="tasks", tasks=[SuiteTask(task=t, limit=limit, n_shot=n_shot) for t in tasks], think_end=think_end)
     except pydantic.ValidationError as error:
         raise DataError(f"tasks {', '.join(tasks)}: {first_fault(error, 'the list')}") from error
-
-
-def shipped_suites() -> list[str]:
-    """Names that `load_suite` takes without a file."""
-    return shipped_names(SHIPPED)
 
 
 def load_suite(name: str) -> tuple[Suite, Path]:

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import pydantic
 
-from qad.recipes.strict_yaml import Strict, read_shipped, shipped_names
+from qad.recipes.strict_yaml import Strict, read_shipped
 
 SHIPPED = Path(__file__).parents[1] / "policies"
 DEFAULT = "drop-1pct"
@@ -69,11 +69,6 @@ class Policy(Strict):
 
 
 THRESHOLDS = tuple(name for name in Policy.model_fields if name not in ("name", "about", "confidence"))
-
-
-def shipped_policies() -> list[str]:
-    """Names that `load_policy` takes without a file."""
-    return shipped_names(SHIPPED)
 
 
 def load_policy(name: str) -> Policy:

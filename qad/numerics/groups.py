@@ -20,12 +20,6 @@ _NONE_FROZEN: Mapping[str, nvfp4.FrozenScales] = MappingProxyType({})
 _FP32_TINY = torch.finfo(torch.float32).tiny
 
 
-def group_global_scale(weights: Mapping[str, Tensor], format: str = NVFP4) -> Tensor:
-    """FP32 decode scale shared by a scale group: a pure function of its weights. The trainer's forward and
-    `quantize_group` derive it alike, so the student that was trained is the one that is deployed."""
-    return FORMATS[format].numerics().global_scale_from_amax(_group_amax(weights.values()))
-
-
 def _group_amax(weights: Iterable[Tensor]) -> Tensor:
     return torch.stack([amax(weight) for weight in weights]).amax()
 

@@ -223,7 +223,7 @@ def test_the_recovery_table_is_placed_where_there_is_one(exports: Exports) -> No
     plain = model_card(opened, MODELOPT, entries)
     table = "| task | recovery |\n|---|---|\n| facts | 95.9 % |"
     assert "Recovery" not in plain
-    assert model_card(opened, MODELOPT, entries, recovery=table) == f"{plain}\n## Recovery\n\n{table}\n"
+    assert with_recovery(plain, table) == f"{plain}\n## Recovery\n\n{table}\n"
     assert with_recovery(with_recovery(plain, "| old |"), table) == f"{plain}\n## Recovery\n\n{table}\n"
     assert with_recovery("Another's card", table) == "Another's card"
 

@@ -6,10 +6,11 @@ import pytest
 
 from harness.accuracy import task_files
 from harness.accuracy.section import Scoring
-from harness.accuracy.suite import SuiteTask, load_suite, of_tasks, shipped_suites
+from harness.accuracy.suite import SHIPPED, SuiteTask, load_suite, of_tasks
 from harness.accuracy.task_files import Places, load_tasks, require_known
 from qad.errors import DataError, QadError, UsageError
 from qad.recipes.recipe import Accuracy
+from qad.recipes.strict_yaml import shipped_names
 
 SUITE = """
 name: mine
@@ -19,7 +20,7 @@ tasks:
 
 
 def test_shipped_suites_load_and_state_the_published_protocols() -> None:
-    suites = {name: load_suite(name)[0] for name in shipped_suites()}
+    suites = {name: load_suite(name)[0] for name in shipped_names(SHIPPED)}
     assert set(suites) >= {"smoke", "local", "aime25", "gpqa-diamond", "livecodebench", "scicode", "ifbench", "mmlu-pro"}
     published = {name: (t.items, t.repeats) for name, s in suites.items() if s.think_end for t in s.tasks}
     assert published == {

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.compare.gate import judge
-from harness.compare.policy import DEFAULT, Policy, load_policy, shipped_policies
+from harness.compare.policy import DEFAULT, SHIPPED, Policy, load_policy
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow
 from harness.records.verdict import FAIL, INCONCLUSIVE, PASS
 from qad.errors import DataError, UsageError
+from qad.recipes.strict_yaml import shipped_names
 
 
 def estimate(value: float, low: float | None, high: float | None, n: int = 11, note: str = "") -> Estimate:
@@ -199,8 +200,8 @@ def test_there_has_to_be_an_arm() -> None:
 
 
 def test_shipped_policies_load() -> None:
-    assert shipped_policies() == ["drop-1pct", "drop-half-pct", "mlperf-99", "size-first"]
-    for name in shipped_policies():
+    assert shipped_names(SHIPPED) == ["drop-1pct", "drop-half-pct", "mlperf-99", "size-first"]
+    for name in shipped_names(SHIPPED):
         found = load_policy(name)
         assert found.name == name
         assert found.about
