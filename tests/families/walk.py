@@ -80,7 +80,7 @@ def _walk(name: str, folder: Path, seen: Seen) -> None:
     source = build(name, folder / "source")
     runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["build_tokenizer"](source)
     seen.groups = _groups(name)
-    job = prepare(load_recipe(_recipe(source, folder)), text_folder=folder / "text")
+    job = prepare(load_recipe(str(_recipe(source, folder))), text_folder=folder / "text")
     found = probe(transformers.AutoConfig.from_pretrained(source))
     seen.packing = f"{'apart' if found.proved else 'one document a row'} ({found.packed:.0e})"
     ptq_arm(job, folder / "ptq")

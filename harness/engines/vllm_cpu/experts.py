@@ -24,11 +24,12 @@ from harness.engines.vllm_cpu.linear import multiplied_dtype, quantize_activatio
 from qad.numerics import fp8
 from qad.numerics.nvfp4 import E4M3_MAX, QuantizedTensor, dequantize
 
-_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
+_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH, MoEActivation.RELU2_NO_MUL)
 
 
 class _CpuExperts(mk.FusedMoEExpertsModular):
-    """Shapes: t tokens, k experts of each, E experts, H hidden, I intermediate; w13 [E, 2I, H], w2 [E, H, I]."""
+    """Shapes: t tokens, k experts of each, E experts, H hidden, I intermediate; w13 [E, 2I, H], or [E, I, H] without
+    a gate, w2 [E, H, I]."""
 
     scheme: tuple[Any, Any]  # of weights, of inputs
 
@@ -76,7 +77,7 @@ class _CpuExperts(mk.FusedMoEExpertsModular):
             slots, tokens = torch.where((experts_tk == e).T)
             w13_NH, w2_HI = self.values(w1, w2, e)
             gate_up = _product(x_tH[tokens], w13_NH, self.dtype)
-            inner = gate_up.new_empty(len(tokens), gate_up.shape[-1] // 2)
+            inner = gate_up.new_empty(len(tokens), w2_HI.shape[-1])
             self.activation(activation, inner, gate_up)
             y = _product(self.second_input(inner), w2_HI, self.dtype)
             if not apply_router_weight_on_input:
@@ -108,7 +109,7 @@ class _CpuExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:

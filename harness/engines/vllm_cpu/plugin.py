@@ -74,6 +74,26 @@ def _register_experts() -> None:
     _bind_experts(nvfp4, nvfp4.NvFp4MoeBackend.EMULATION, NVFP4_EXPERTS)
     _bind_experts(fp8, fp8.Fp8MoeBackend.TRITON, FP8_EXPERTS)
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+    _allow_ungated()
+
+
+def _allow_ungated() -> None:
+    """Experts without a gate (Nemotron-H): vLLM's configuration refuses them on a CPU, as the last thing it does."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    original = FusedMoEConfig.__post_init__
+    if getattr(original, "qad", False):
+        return
+
+    def allowing(self: Any) -> None:
+        try:
+            original(self)
+        except NotImplementedError as refusal:
+            if self.is_act_and_mul or "is_act_and_mul" not in str(refusal):
+                raise
+
+    allowing.qad = True  # type: ignore[attr-defined]
+    FusedMoEConfig.__post_init__ = allowing
 
 
 def _bind_experts(oracle: Any, backend: Any, experts: Sequence[type[Any]]) -> None:
