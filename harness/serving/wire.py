@@ -11,6 +11,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
+from harness.statistics.intervals import Ints
 from qad.untrusted import mapping, strict_json
 
 CHUNKED, UNTIL_CLOSE, BROKEN = -1, -2, -3
@@ -73,13 +76,13 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """One parsed HTTP message. first, last: places of its bytes in the stream. runs: (end inside the body, place of
-    the byte before that end), as a chunked body lies there in pieces."""
+    """One parsed HTTP message. places: where each byte of the body lies in the stream, int64 [len(body)]; a chunked one lies in
+    pieces. first, last: those of the whole message."""
 
     line: str
     headers: dict[str, str]
     body: bytes
-    runs: list[tuple[int, int]]
+    places: Ints
     first: int
     last: int
     whole: bool
@@ -88,11 +91,6 @@ class _Message:
     def status(self) -> int:
         """Of an answer; -1 where its first line holds none."""
         return _status(self.line)
-
-    def place(self, index: int) -> int:
-        """Where byte `index` of the body lies in the stream."""
-        end, place = self.runs[bisect.bisect_right(self.runs, index, key=lambda run: run[0])]
-        return place - (end - 1 - index)
 
 
 def exchanges(connection: Connection) -> list[Exchange]:
@@ -133,8 +131,8 @@ def _messages(data: bytes, *, is_request: bool) -> Iterator[_Message]:
             return
         line, *fields = data[at:head_end].decode("latin-1").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
-        body, runs, end, whole = _body(data, head_end + 4, _length(line, headers, is_request))
-        yield _Message(line, headers, body, runs, at, max(end, head_end + 4) - 1, whole)
+        body, places, end, whole = _body(data, head_end + 4, _length(line, headers, is_request))
+        yield _Message(line, headers, body, places, at, max(end, head_end + 4) - 1, whole)
         if not whole:
             return
         at = end
@@ -155,7 +153,7 @@ def _status(line: str) -> int:
     return int(found[1]) if found else -1
 
 
-_Body = tuple[bytes, list[tuple[int, int]], int, bool]  # body, runs, the place behind it, complete?
+_Body = tuple[bytes, Ints, int, bool]  # body, its places, the one behind it, complete?
 
 
 def _body(data: bytes, at: int, length: int) -> _Body:
@@ -164,14 +162,12 @@ def _body(data: bytes, at: int, length: int) -> _Body:
     if length == CHUNKED:
         return _chunks(data, at)
     end = len(data) if length in (UNTIL_CLOSE, BROKEN) else min(at + length, len(data))
-    body = data[at:end]
-    return body, [(len(body), at + len(body) - 1)] if body else [], end, length in (UNTIL_CLOSE, len(body))
+    return data[at:end], np.arange(at, end), end, length in (UNTIL_CLOSE, end - at)
 
 
 def _chunks(data: bytes, at: int) -> _Body:
-    parts: list[bytes] = []
-    runs: list[tuple[int, int]] = []
-    total = 0
+    parts: list[Ints] = [np.arange(0)]
+    end, whole = len(data), False
     while (line_end := data.find(b"\r\n", at)) >= 0:
         told = data[at:line_end].split(b";")[0]
         if not _CHUNK_SIZE.fullmatch(told):
@@ -179,16 +175,12 @@ def _chunks(data: bytes, at: int) -> _Body:
         size, first = int(told, 16), line_end + 2
         if size == 0:
             closing = data.find(b"\r\n", first)
-            return b"".join(parts), runs, closing + 2 if closing >= 0 else len(data), closing >= 0
-        part = data[first : first + size]
-        parts.append(part)
-        total += len(part)
-        if part:
-            runs.append((total, first + len(part) - 1))
-        if len(part) < size:
+            end, whole = (closing + 2, True) if closing >= 0 else (end, False)
             break
+        parts.append(np.arange(first, min(first + size, len(data))))
         at = first + size + 2
-    return b"".join(parts), runs, len(data), False
+    places = np.concatenate(parts)
+    return b"".join(data[part[0] : part[-1] + 1] for part in parts if len(part)), places, end, whole
 
 
 def _events(answer: _Message, stream: Stream) -> Iterator[Event]:
@@ -198,7 +190,7 @@ def _events(answer: _Message, stream: Stream) -> Iterator[Event]:
         lines = answer.body[at : match.start()].decode("utf-8", "replace").replace("\r", "").split("\n")
         text = "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
         if text:
-            yield Event(stream.when(answer.place(match.end() - 1)), text)
+            yield Event(stream.when(int(answer.places[match.end() - 1])), text)
         at = match.end()
 
 
