@@ -9,14 +9,17 @@ from harness.records.verdict import Verdict
 from qad.untrusted import clean
 from reports.figures import charts as figures
 from reports.figures import pareto
+from reports.figures.size import accuracy_against_size
 from reports.load import Run
 from reports.numbers import people_list
 from reports.parts import Block, Code, Document, Notes, Section, Text
 from reports.sections import capacity, checked, details, origin, search, seeds, serving, strata, tables
 from reports.sections import engine_parity as parity
+from reports.sections.missing import merged
 from reports.sections.outcome import QAD, arm_name, banners, decision, outcome, tiles
 
 RECIPE_LIMIT = 100_000
+EVERY_ITEM = Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")
 
 GLOSSARY = [
     (
@@ -35,76 +38,65 @@ GLOSSARY = [
 METHOD = [
     (
         "Recovery",
-        "Score of the arm / score of BF16; where lower is better, BF16 / arm. A BF16 score of 0 or a missing score makes it "
-        "n/a; n/a is left out of medians and listed under “What was not measured”. Nothing is rounded before it is compared.",
+        "Score of the arm / score of BF16, the other way round where lower is better. n/a where BF16 scores 0 or a score is "
+        "missing; n/a is left out of medians. Nothing is rounded before it is compared.",
     ),
     (
         "Pairing",
-        "Every arm answered the same questions: items are paired by the hashes of document and prompt and have equal "
-        "targets. Records made under different settings are refused, not compared.",
+        "Items are paired by the hashes of document and prompt and have equal targets. Records made under other settings are "
+        "refused.",
     ),
     (
         "Intervals",
-        "95 %. Items of one template or document, and tokens of one text sequence, are not independent: they form one cluster, "
-        "and all variance is taken between clusters.",
+        "95 %. Items of one template or document, and tokens of one sequence, form a cluster; variance is taken between them.",
     ),
     (
-        "Interval of a recovery",
-        "Delta method with cluster-robust variance and Student’s t (it covers 94–97 % in simulation). Where fewer than ten items "
-        "differ between the arms that is too short; then Tango’s score interval of the paired difference, at n divided by the "
-        "design effect, relative to BF16’s score (94 % or more). Scores that are not right-or-wrong have no "
-        "interval there: inconclusive.",
+        "Of a recovery",
+        "Delta method, cluster-robust, Student’s t (covers 94–97 % in simulation). Where fewer than ten items differ, Tango’s "
+        "score interval of the paired difference at n divided by the design effect (94 % or more); none for scores that are not "
+        "right-or-wrong.",
     ),
-    (
-        "Interval of a score",
-        "Wilson’s interval at n divided by the design effect for right-or-wrong scores, cluster-robust t for others.",
-    ),
+    ("Of a score", "Wilson’s interval at n divided by the design effect for right-or-wrong scores, cluster-robust t for others."),
     (
         "Median recovery",
-        "Over benchmarks, a task’s first filter each. The interval is of the medians of true recoveries drawn from a model that "
-        "allows benchmarks to be equal (a mixture of finite mixtures), all but 5 % divided by the number of benchmarks. In "
-        "simulation of 11 benchmarks it covers 93–100 %, whether they are alike, scatter or fall into groups, and also where "
-        "their errors differ tenfold; the difference of two medians 93–100 %, but 70–90 % where one benchmark decides both. "
-        "It is about these benchmarks, not others.",
+        "Over benchmarks, a task’s first filter each; its interval allows benchmarks to be equal (a mixture of finite mixtures). "
+        "In simulation of 11 benchmarks it covers 93–100 %, the difference of two medians too, but 70–90 % where one benchmark "
+        "decides both. It is about these benchmarks, not others.",
     ),
     (
         "Training seeds",
-        "Checkpoints of one recipe that were trained under several seeds are one arm. Its numbers are means over seeds; their "
-        "intervals add what lies between seeds (Student’s t over seeds) to what lies between items, and a difference is tested "
-        "with Student’s t over seeds.",
+        "Checkpoints of one recipe under several seeds are one arm: means over seeds, with what lies between seeds added to what "
+        "lies between items.",
     ),
     (
         "Tests",
-        "No difference: exact McNemar over items, or the exact sign-flip test over clusters where a cluster holds several; "
-        "p-values are adjusted by Holm over the benchmarks in the median. Non-inferior: the lower one-sided 95 % limit of the "
-        "recovery (97.5 % where a cluster holds several answers) lies above 1 − margin. Items needed: for 80 % power where "
-        "there is no true difference.",
+        "No difference: exact McNemar over items, or exact sign-flip over clusters; p adjusted by Holm. Non-inferior: the lower "
+        "one-sided 95 % limit of the recovery (97.5 % where a cluster holds several answers) lies above 1 − margin. Items "
+        "needed: for 80 % power without any true difference.",
     ),
     (
         "Verdict",
-        "A threshold holds where the worse limit of the 95 % interval meets it, fails where even the better limit does not, "
-        "and is inconclusive between, where there is no interval, or where the quantity was not measured. A policy of another "
-        "confidence has the intervals stretched. The probability that a limit holds is the normal one of the interval’s width.",
+        "A threshold holds where the worse limit of the interval meets it, fails where the better one does not, and is "
+        "inconclusive between. The probability that it holds is the normal one of the interval’s width.",
     ),
     (
         "Imported scores",
-        "Printed means without items are unpaired. Their interval comes from the printed standard error, or from the number "
-        "of questions and answers, with half of an answer’s variance taken to change between runs; else there is none.",
+        "Unpaired. The interval comes from the printed standard error or from the number of answers, half of whose variance is "
+        "taken to change between runs; else there is none.",
     ),
     (
         "KL divergence",
-        "KL(BF16 ‖ arm) over the full vocabulary, in nats, averaged over tokens of the test split, which calibration, training "
-        "and the choice of the best checkpoint did not see. Top-1 agreement: share of tokens at which both put the same "
-        "token first. Perplexity: exp of the mean negative log-likelihood per token.",
+        "KL(BF16 ‖ arm) over the full vocabulary, a mean over tokens of a test split that nothing else saw. Top-1 agreement: "
+        "both put the same token first.",
     ),
     (
-        "Interval of a fidelity number",
-        "Studentised cluster bootstrap over sequences, 4,000 resamples with a fixed seed, widened by Student’s t; for KL on the "
-        "log scale. In simulation it covers 93–97 % with 8 and with 24 sequences whose KL differs up to threefold.",
+        "Of a fidelity number",
+        "Studentised cluster bootstrap over sequences, 4,000 resamples, widened by Student’s t; for KL on the log scale (93–97 % "
+        "in simulation).",
     ),
     ("Perplexity gap closed", "(PTQ − QAD) / (PTQ − BF16), given only where the interval of the PTQ gap lies above 0."),
     ("Speed", "Repeats of the arms are interleaved; ratios are paired by repeat, with Student’s t on their logs."),
-    ("Size", "From the safetensors headers; effective bits are bits on disk per logical parameter, a tied tensor counted once."),
+    ("Size", "From the safetensors headers, a tied tensor counted once."),
 ]
 
 
@@ -129,14 +121,15 @@ def document(
     arms = people_list([arm_name(arm) for arm in comparison.arms]) if comparison.arms else "no arm"
     sections = [
         Section("summary", "Summary", _kept(details.checks(verdict), tables.summary(comparison, records))),
-        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison, changed)),
+        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
         Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(run, comparison, records)),
         Section("training", "Training", _training(run, comparison)),
         Section("memory", "Size and memory", _memory(comparison, records)),
-        Section("speed", "Speed", _speed(comparison, records)),
+        Section("speed", "Speed", _speed(comparison, records), folded=tables.emulated_alone(comparison)),
         Section("parity", "Parity of an engine", _kept(parity.parity(records)) or [_nothing("Parity")]),
         Section("checked", "What each arm was checked with", _kept(checked.checked(run, comparison, records, others))),
-        Section("missing", "What was not measured, and why", [Notes(missing)]),
+        Section("missing", "What was not measured, and why", [Notes(merged(missing, comparison.arms))]),
+        *([Section("items", "Changed items", [*changed, EVERY_ITEM], folded=True)] if changed else []),
         Section("recipe", "Recipe and text", _recipe(run), folded=True),
         Section(
             "glossary", "Words", [Notes([word for word in GLOSSARY if word[0] != "Emulated" or comparison.emulated])], folded=True
@@ -164,12 +157,10 @@ def _nothing(what: str) -> Text:
     return Text(f"{what} was not measured; see “What was not measured”.")
 
 
-def _benchmarks(comparison: Comparison, changed: list[Block]) -> list[Block]:
-    overview = _kept(
+def _benchmarks(comparison: Comparison) -> list[Block]:
+    return _kept(
         details.benchmarks(comparison), details.contrasts(comparison), details.noise_floor(comparison), strata.outputs(comparison)
-    )
-    every = [Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")]
-    return [*overview, *changed, *(every if changed else [])] or [_nothing("Recovery")]
+    ) or [_nothing("Recovery")]
 
 
 def _fidelity(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:
@@ -197,6 +188,7 @@ def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
     arms = comparison.arms
     blocks = _kept(
         capacity.headline(arms, records),
+        accuracy_against_size(comparison, tables.memory_of(records)),
         figures.memory(arms, records),
         details.memory(arms, records),
         capacity.sequences(arms, records),

@@ -64,11 +64,10 @@ def gigabytes(count: int, *, binary: bool = False) -> str:
     return f"{value:.2f}" if value >= 10 or value == 0 else significant(value, digits=4 if value >= 1 else 3)
 
 
-def gigabytes_in_column(count: int, largest: int, *, binary: bool = False) -> str:
+def gigabytes_in_column(count: int, largest: int) -> str:
     """The same with the decimals that `largest`, the column's largest number of bytes, asks for."""
-    unit = GIB if binary else GB
-    decimals = 2 if largest >= 10 * unit else 3 if largest >= unit else 4 if largest >= unit / 100 else 6
-    text = f"{count / unit:.{decimals}f}"
+    decimals = 2 if largest >= 10 * GB else 3 if largest >= GB else 4 if largest >= GB / 100 else 6
+    text = f"{count / GB:.{decimals}f}"
     return "0" if count == 0 else text if float(text) else f"< {10**-decimals:.{decimals}f}"
 
 

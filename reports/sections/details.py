@@ -220,9 +220,7 @@ def memory(arms: list[str], records: list[Record]) -> Table | None:
     names += sorted({n for arm in arms for n in found[arm].bytes_by_class if n not in CLASSES})
 
     def row(label: str, count: Callable[[MemoryData], int], strong: bool = False) -> Row:
-        counts = [count(found[arm]) for arm in arms]
-        cells = [Cell(gigabytes_in_column(c, largest, binary=b)) for c in counts for b in (False, True)]
-        return Row(label, cells, strong=strong)
+        return Row(label, [Cell(gigabytes_in_column(count(found[arm]), largest)) for arm in arms], strong=strong)
 
     def of_class(name: str) -> Callable[[MemoryData], int]:
         return lambda data: data.bytes_by_class.get(name, 0)
@@ -230,12 +228,12 @@ def memory(arms: list[str], records: list[Record]) -> Table | None:
     rows = [row(clean(CLASSES.get(name, name), 40), of_class(name)) for name in names]
     rows.append(row("file headers", lambda d: d.file_bytes - d.tensor_bytes))
     rows.append(row("Weight files", lambda d: d.file_bytes, strong=True))
-    columns = ["", *(f"{arm_name(arm)}, {unit}" for arm in arms for unit in ("GB", "GiB"))]
+    columns = ["", *(f"{arm_name(arm)}, GB" for arm in arms)]
     counts = "; ".join(
         f"{arm_name(arm)} {found[arm].parameters:,} parameters, {found[arm].quantized_parameters:,} of them in four bits"
         for arm in arms
     )
-    note = f"GB is 10⁹ bytes, GiB is 2³⁰ bytes; exact, from the safetensors headers. {counts}."
+    note = f"GB is 10⁹ bytes; exact, from the safetensors headers. {counts}."
     return Table("Bytes on disk by class", columns, [Group("", rows)], note)
 
 

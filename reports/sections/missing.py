@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from harness.records.comparison import Comparison, FidelityRow
@@ -43,6 +44,18 @@ def not_measured(run: Run, comparison: Comparison, records: list[Record]) -> lis
     ):
         found += part
     return [(_capital(clean(what)), clean(why, 300)) for what, why in dict.fromkeys(found)]
+
+
+def merged(found: list[tuple[str, str]], arms: list[str]) -> list[tuple[str, str]]:
+    """For a page: one entry for what is missing of several arms for one reason."""
+    names = [name for arm in arms for name in (arm_name(arm), clean(arm, 40))]
+    arm = re.compile(rf"(?<= of | on )(?:{'|'.join(map(re.escape, dict.fromkeys(names)))})(?![\w-])") if names else None
+    groups: dict[tuple[str, str], list[str]] = {}
+    for what, why in found:
+        named = arm.search(what) if arm else None
+        key = (f"{what[: named.start()]}\0{what[named.end() :]}" if named else what, why)
+        groups.setdefault(key, []).append(named[0] if named else "")
+    return [(what.replace("\0", people_list(who)), why) for (what, why), who in groups.items()]
 
 
 def _capital(text: str) -> str:

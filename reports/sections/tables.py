@@ -56,7 +56,8 @@ def _detail(limits: str, note: str, reason: str) -> str:
 def summary(comparison: Comparison, records: list[Record]) -> Table:
     """BF16 | PTQ | QAD side by side."""
     arms = comparison.arms
-    groups = [accuracy_group(comparison), fidelity_group(comparison), _size(arms, records), speed_group(comparison, records)]
+    groups = [accuracy_group(comparison), fidelity_group(comparison), _size(arms, records)]
+    groups += [] if emulated_alone(comparison) else [speed_group(comparison, records)]
     return Table(
         caption="The arms side by side",
         columns=["", *map(arm_name, arms), "n"],
@@ -65,6 +66,11 @@ def summary(comparison: Comparison, records: list[Record]) -> Table:
         "lower is better); above 100 % is possible.",
         breakable=True,
     )
+
+
+def emulated_alone(comparison: Comparison) -> bool:
+    """Whether no speed here is FP4's."""
+    return bool(comparison.emulated) and set(comparison.throughput_ratio) <= set(comparison.emulated)
 
 
 def accuracy_group(comparison: Comparison) -> Group:

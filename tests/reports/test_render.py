@@ -160,8 +160,13 @@ def test_everything_in_order(run: Path, records: list[Record]) -> None:
     places = [html.index(f'<h2 id="{name}"') for name in SECTIONS]
     assert places == sorted(places)
     assert html.index("QAD closes") < html.index("Emulated FP4") < places[0]
-    assert html.count("<svg") == 4 * 2
-    assert html.count("<figure>") == 4
+    assert html.count("<svg") == 5 * 2
+    assert html.count("<figure>") == 5
+    assert "Median recovery against size on disk. BF16: 0.269 GB; PTQ: 0.116 GB, " in html
+    summary = html[places[0] : places[1]]
+    assert ("emulated" in summary, "Prefill speed" in html) == (False, True)
+    folded = re.findall(r'<summary><h2 id="(\w+)"', html)
+    assert folded == ["speed", "items", "recipe", "glossary", "method", "provenance"]
     assert html.count(">PTQ start 0.442</text>") == html.count(">best 0.197</text>") == 2
     assert re.findall(r"^## (.*)", md, re.MULTILINE) == re.findall(r"<h2 [^>]*>(.*?)</h2>", html)
 
@@ -228,8 +233,8 @@ def test_every_number_has_a_unit_and_an_n(records: list[Record]) -> None:
 def test_size_labels_match_their_divisors(run: Path, records: list[Record]) -> None:
     text = re.sub(r"\s+", " ", Page(rendered(run, records)[0]).text)
     assert "0.269 GB 0.251 GiB" in text.replace("GB0", "GB 0")
-    assert "BF16, GB BF16, GiB PTQ, GB PTQ, GiB" in text
-    assert "GB is 10⁹ bytes, GiB is 2³⁰ bytes" in text
+    assert "BF16, GB PTQ, GB QAD, GB" in text
+    assert "GB is 10⁹ bytes; exact" in text
 
 
 def test_the_best_validation_and_the_start_are_marked(run: Path, records: list[Record]) -> None:
