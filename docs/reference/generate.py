@@ -102,9 +102,9 @@ _PYTHON = """# Python
 ```python
 import qad
 
-found = qad.run("recipe.yaml", "runs/mine")              # or validate(...), compare(...)
-found.verdict                                            # outcome, reason, next_action
-found.estimates.query("quantity == 'recovery'")          # a pandas DataFrame
+found = qad.run("recipe.yaml", "runs/mine")      # or validate, compare
+found.verdict                                    # outcome, reason, next_action
+found.estimates.query("quantity == 'recovery'")  # a pandas DataFrame
 found.training.plot(x="step", y=["kl", "val_kl"])
 ```
 

@@ -15,6 +15,7 @@ import yaml
 
 from harness.compare.policy import load_policy
 from qad.command.cli import _parser
+from qad.recipes.load import load_recipe
 from qad.recipes.recipe import Measure, Quantize, Train
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +60,8 @@ def test_a_recipe_or_a_part_of_one_or_a_policy_validates(page: str, text: str, t
         file.write_text(text)
         assert load_policy(str(file)).name == raw["name"]
     if "model" in raw:
-        from qad.recipes.load import parse_recipe
-
-        parse_recipe(raw, page)
+        (tmp_path / "recipe.yaml").write_text(text)
+        load_recipe(str(tmp_path / "recipe.yaml"))
     sections = {"quantize": Quantize, "measure": Measure}
     for name, section in sections.items():
         if name in raw:

@@ -81,6 +81,13 @@ def test_seeds(deployed: tuple[Path, str], tmp_path: Path) -> None:
     assert [line.split()[0] for line in told.splitlines()[-3:]] == ["0", "1", "2"]
 
 
+@pytest.mark.slow
+def test_torchrun(deployed: tuple[Path, str], tmp_path: Path) -> None:
+    small = [word for setting in (*SMALL, "measure.accuracy=null") for word in ("--set", setting)]
+    told = example("torchrun", "2", f"{deployed[0]}.yaml", tmp_path / "run", *small)
+    assert told.splitlines()[-1] == f"serve: vllm serve {tmp_path / 'run' / 'export' / 'qad'}"
+
+
 def test_policy(deployed: tuple[Path, str]) -> None:
     verdict = json.loads(example("policy", deployed[0], "ptq", codes=(0, 1, 3)))
     assert (verdict["policy"], verdict["arm"]) == ("mine", "ptq")
