@@ -30,7 +30,7 @@ from qad.recipes.trainable import check_patterns
 from qad.text.data import Data, Generations
 from qad.text.documents import Part, digest_contents, require_disjoint
 from qad.text.generate import TeacherText
-from qad.text.packing import MINIMUM, pack
+from qad.text.packing import MINIMUM, pack, sequences
 from qad.text.sight import Sight, sight_for
 from qad.text.sources import Need, Reader, require_readable
 from qad.text.windows import StoredWindows, WindowSet
@@ -190,13 +190,14 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
         for data, need in _needs(recipe):
             require_readable(data, need.role)
     elif job.sight:
-        _require_text_where_images_cannot_be(job)
+        _require_images_that_serve(job)
         say("       sees images by its processor: one document a row, and the loss is on text alone")
     return job
 
 
-def _require_text_where_images_cannot_be(job: Job) -> None:
-    """Raises UsageError for what is not done with images, and for a teacher that sees them otherwise."""
+def _require_images_that_serve(job: Job) -> None:
+    """Raises UsageError for what is not done with images, and for a teacher that sees them otherwise; DataError for an image of
+    the test split that is broken or too large, which nobody looks at before the end."""
     fidelity = job.recipe.measure.fidelity
     if fidelity and fidelity.new_tokens:
         raise UsageError("measure.fidelity.new_tokens: nothing is written after images here: leave it out, or give text alone")
@@ -205,6 +206,8 @@ def _require_text_where_images_cannot_be(job: Job) -> None:
             f"train.teacher: the processor of {job.teacher.folder} makes other inputs of an image than the student's: give a "
             "teacher with the same preprocessor_config.json, or text alone"
         )
+    if fidelity:
+        sequences(job.text["test"], job.tokenizer, fidelity.tokens, fidelity.seq_len, job.recipe.seed, sight=job.sight)
 
 
 def _teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any, skeleton: Any) -> tuple[Checkpoint, int]:

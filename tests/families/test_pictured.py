@@ -155,3 +155,11 @@ def test_a_recipe_that_would_write_after_images_is_refused(tmp_path: Path) -> No
     (model / "processor_config.json").unlink()
     with pytest.raises(SourceError, match="has no processor"):
         prepare(asked)
+
+
+def test_a_broken_image_of_the_test_split_is_found_before_anything_is_computed(tmp_path: Path) -> None:
+    model, data = build("SmolVLM", tmp_path / "model"), rows(tmp_path / "data", 80)
+    for path in (tmp_path / "data" / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="cannot be decoded"):
+        prepare(recipe(model, data))
