@@ -50,8 +50,10 @@ class Search(_Strict):
     """what there is to choose from"""
     cost: Literal["stored", "active"] = "stored"
     """of a bit: stored counts all experts alike, active by the share of them that a token reads"""
+    by: Literal["kl", "gradient"] = "kl"
+    """kl: a pass for every unit and format, half of the layers on average; gradient: an estimate from one backward pass"""
     tokens: Positive = 2048
-    """of the calibration text; read once for every unit and format, half of the layers on average"""
+    """of the calibration text"""
 
 
 class Quantize(_Strict):

@@ -25,12 +25,14 @@ from qad.errors import UsageError
 from qad.model.experts import routed_share
 from qad.model.loader import load_model, load_skeleton
 from qad.model.names import names_of
+from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
 from qad.progress import Progress
 from qad.recipes.job import Job
 from qad.recipes.recipe import BF16, Quantize
 from qad.text.windows import WindowSet
-from qad.training.sensitivity import Unit, sensitivities, units_of
+from qad.training.fisher import estimated
+from qad.training.sensitivity import BATCH, Treatment, Unit, sensitivities, units_of
 
 KIND = "search"
 SENSITIVITY = "sensitivity.json"
@@ -70,22 +72,21 @@ def _measured(job: Job, windows: WindowSet, units: Sequence[Unit], out: Path) ->
         "formats": formats,
         "scales": job.recipe.quantize.scales,
         "windows": count,
+        "by": section.by,
+        "headroom": job.recipe.calibrate.headroom if job.recipe.calibrate else None,
         **job.compute,
     }
 
     def work(folder: Path) -> None:
-        model = _calibrated(job)
-        with Progress("search", len(units) * len(formats), "pass") as bar:
-            found = sensitivities(
-                model,
-                job.selection,
-                windows.first(count),
-                lambda module: job.source.get(f"{module}.weight"),
-                units,
-                formats,
-                job.recipe.quantize.scales,
-                bar.update,
-            )
+        headroom = job.recipe.calibrate.headroom if job.recipe.calibrate else 1.0
+        treatment = Treatment(job.selection, lambda m: job.source.get(f"{m}.weight"), job.recipe.quantize.scales, headroom)
+        passes = len(units) * len(formats) * (1 if section.by == "kl" else -(-count // BATCH))
+        with Progress("search", passes, "pass") as bar:
+            if section.by == "kl":
+                found = sensitivities(_calibrated(job), treatment, windows.first(count), units, formats, bar.update)
+            else:
+                model = load_model(job.source, job.dtype, job.device)
+                found = estimated(model, treatment, windows.first(count), units, formats, job.recipe.seed, bar.update)
         rows = [{**dataclasses.asdict(unit), "kl": {format: found[unit.name, format] for format in formats}} for unit in units]
         (folder / SENSITIVITY).write_text(json.dumps({"tokens": count * windows.seq_len, "units": rows}, indent=1) + "\n")
 
@@ -100,14 +101,22 @@ def _calibrated(job: Job) -> Any:
     streamed = streamed_model(job.source, job.dtype) if job.device == "cpu" else None
     if streamed is None:
         return load_model(job.source, job.dtype, job.device)
-    head = streamed.get_output_embeddings()
-    stored = job.source.embedding if job.source.tied_embeddings else f"{names_of(streamed).module(_name(streamed, head))}.weight"
-    head.weight = nn.Parameter(job.source.get(str(stored)).to(head.weight.dtype), requires_grad=False)
+    keep_head(streamed, job.source)
     return streamed
 
 
-def _name(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+def keep_head(streamed: Any, source: Checkpoint) -> None:
+    """Give a streamed model an output head that has its weights at all times: it is read without being run."""
+    old = streamed.get_output_embeddings()
+    (path,) = (name for name, module in streamed.named_modules() if module is old)
+    name = names_of(streamed).module(path)
+    stored = source.embedding if source.tied_embeddings else f"{name}.weight"
+    head = nn.Linear(1, 1, bias=False, device="meta")
+    head.out_features, head.in_features = old.weight.shape
+    head.weight = nn.Parameter(source.get(str(stored)).to(old.weight.dtype), requires_grad=False)
+    if old.bias is not None:
+        head.bias = nn.Parameter(source.get(f"{name}.bias").to(old.weight.dtype), requires_grad=False)
+    streamed.set_output_embeddings(head)
 
 
 def _written(section: Quantize, units: Sequence[Unit], chosen: Mapping[str, str], names: Sequence[str]) -> Quantize:

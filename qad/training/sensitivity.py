@@ -30,6 +30,7 @@ from qad.model.names import names_of
 from qad.numerics.formats import FORMATS
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import quantize_input
+from qad.numerics.nvfp4 import FrozenScales
 from qad.numerics.scale_search import search_scales
 from qad.numerics.widened import widened_linears
 from qad.recipes.recipe import BF16
@@ -38,7 +39,7 @@ from qad.training.calibrate import AmaxObserver, forward_to, group_input_scales
 from qad.training.chunked import TeacherLogits, chunked_loss
 from qad.training.head import Head, Weights
 
-_BATCH = 4  # windows of a pass
+BATCH = 4  # windows of a pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,53 +72,74 @@ def units_of(selection: Selection, routed_share: float) -> list[Unit]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Treatment:
+    """How an arm would quantize.
+
+    weight_of: a module's weight [N, K] in the source.
+    scales: of 4-bit weights, as `quantize.scales`.
+    headroom: of inputs, as `calibrate.headroom`.
+    """
+
+    selection: Selection
+    weight_of: Callable[[str], Tensor]
+    scales: str = DYNAMIC
+    headroom: float = 1.0
+    _frozen: dict[tuple[str, str], FrozenScales] = dataclasses.field(default_factory=dict)
+
+    def decoded(self, unit: Unit, format: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Module name -> its weight in a format, decoded, FP32 [N, K]."""
+        for group in self.selection.rules.scale_groups(unit.modules):
+            weights = {name: self.weight_of(name).to(device).float() for name in group}
+            searches = self.scales != DYNAMIC and FORMATS[format].nvfp4_weights
+            if searches and (group[0], format) not in self._frozen:
+                self._frozen.update({(name, format): found for name, found in search_scales(weights, self.scales).items()})
+            frozen = {name: self._frozen[name, format] for name in group} if searches else {}
+            yield from fake_quantize_group(weights, frozen, format)
+
+    def input_scales(self, model: Any, batches: Sequence[Windows], formats: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Format -> module -> input scale, as `calibrate` finds them on the same text. model: with split experts."""
+        modules, device = list(self.selection.modules), next(model.parameters()).device
+        with torch.no_grad(), AmaxObserver(model, modules) as observer, forward_to(model, modules) as forward:
+            for batch in batches:
+                counted = batch.counted_ST
+                observer.counted_BT = None if counted.all() else counted.to(device)
+                forward(**model_inputs(batch, device))
+        found = {}
+        for format in formats:
+            whole = dataclasses.replace(self.selection, format=format, formats={})
+            quantizes = FORMATS[format].quantizes_inputs
+            found[format] = group_input_scales(observer.amax, whole, self.headroom) if quantizes else {}
+        return found
+
+
 @torch.no_grad()
 def sensitivities(
     model: Any,
-    selection: Selection,
+    treatment: Treatment,
     windows: WindowSet,
-    weight_of: Callable[[str], Tensor],
     units: Sequence[Unit],
     formats: Sequence[str],
-    scales: str = DYNAMIC,
     progress: Callable[[int], object] = lambda passes: None,
 ) -> dict[tuple[str, str], float]:
-    """(unit's name, format) -> KL, nats a token, for each of `formats`, BF16 left out.
+    """(unit's name, format) -> KL, nats a token.
 
     model: in its compute dtype, its output head's weight in place; its experts are split, in place.
     windows: all of them are read, as often as there are units and formats.
-    weight_of: a module's weight [N, K] in the source.
-    scales: of 4-bit weights, as `quantize.scales`.
     """
     split_experts(model)
     head, device = Head.of(model), next(model.parameters()).device
+    head = dataclasses.replace(head, output=Weights(head.weight_VH, head.bias_V))  # of the unquantized model, from here on
     with contextlib.ExitStack() as stack:
         stack.enter_context(widened_linears(device.type))
         passes = _Passes(model, head, windows)
-        inputs = _input_scales(model, selection, passes, formats)
+        inputs = treatment.input_scales(model, passes.batches, formats)
         found = {}
         for unit in units:
             for format in formats:
-                if format != BF16:
-                    with _in_format(model, unit, format, selection, weight_of, inputs[format], scales, head) as changed:
-                        found[unit.name, format] = passes.kl(unit, changed)
-                    progress(1)
-    return found
-
-
-def _input_scales(model: Any, selection: Selection, passes: _Passes, formats: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """By format, what `calibrate` finds on the text of the passes."""
-    modules = list(selection.modules)
-    with AmaxObserver(model, modules) as observer, forward_to(model, modules) as forward:
-        for batch in passes.batches:
-            counted = batch.counted_ST
-            observer.counted_BT = None if counted.all() else counted.to(passes.device)
-            forward(**_inputs(batch, passes.device))
-    found = {}
-    for format in formats:
-        whole = dataclasses.replace(selection, format=format, formats={})
-        quantizes = format != BF16 and FORMATS[format].quantizes_inputs
-        found[format] = group_input_scales(observer.amax, whole, 1.0) if quantizes else {}
+                with _in_format(model, unit, format, treatment, inputs[format], head) as changed:
+                    found[unit.name, format] = passes.kl(unit, changed)
+                progress(1)
     return found
 
 
@@ -127,7 +149,7 @@ class _Passes:
     def __init__(self, model: Any, head: Head, windows: WindowSet) -> None:
         self.model, self.head = model, head
         self.device = next(model.parameters()).device
-        self.batches = list(windows.batches(_BATCH))
+        self.batches = list(windows.batches(BATCH))
         self.tokens = sum(int(batch.counted_ST.sum()) for batch in self.batches)
         names = names_of(model)
         self._layers: dict[str, nn.Module] = {}
@@ -182,7 +204,7 @@ class _Passes:
         return total / self.tokens
 
     def _run(self, batch: Windows) -> Tensor:
-        hidden_BTH: Tensor = self.model.base_model(**_inputs(batch, self.device)).last_hidden_state
+        hidden_BTH: Tensor = self.model.base_model(**model_inputs(batch, self.device)).last_hidden_state
         return hidden_BTH
 
 
@@ -190,44 +212,35 @@ def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _inputs(batch: Windows, device: torch.device) -> dict[str, Any]:
+def model_inputs(batch: Windows, device: torch.device) -> dict[str, Any]:
+    """What a transformers model is given of a batch."""
     ids, positions = batch.input_ids_ST, batch.position_ids_ST
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": False}
 
 
 @contextlib.contextmanager
 def _in_format(
-    model: nn.Module,
-    unit: Unit,
-    format: str,
-    selection: Selection,
-    weight_of: Callable[[str], Tensor],
-    input_scales: Mapping[str, Tensor],
-    scales: str,
-    head: Head,
+    model: nn.Module, unit: Unit, format: str, treatment: Treatment, input_scales: Mapping[str, Tensor], head: Head
 ) -> Iterator[Head]:
     """The unit's weights decoded and its inputs quantized, as an arm of this format would have them; gives the output head."""
     handles, before, changed = [], {}, head
-    names = names_of(model)
+    names, like = names_of(model), head.weight_VH
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    for group in selection.rules.scale_groups(unit.modules):
-        weights = {name: weight_of(name).to(head.weight_VH.device).float() for name in group}
-        frozen = search_scales(weights, scales) if scales != DYNAMIC and FORMATS[format].nvfp4_weights else {}
-        for name, decoded in fake_quantize_group(weights, frozen, format):
-            module = model.get_submodule(names.inner(name))
-            before[name] = module.weight
-            decoded = decoded.to(head.weight_VH.dtype)
-            quantize = functools.partial(quantize_input, input_scale=input_scales.get(name), format=format)
-            handles.append(module.register_forward_pre_hook(functools.partial(_put, nn.Parameter(decoded, False), quantize)))
-            if module is output:
-                changed = dataclasses.replace(head, output=Weights(decoded, head.bias_V), quantize_input=quantize)
+    for name, decoded in treatment.decoded(unit, format, like.device):
+        module = model.get_submodule(names.inner(name))
+        before[name] = module.weight
+        weight = nn.Parameter(decoded.to(like.dtype), requires_grad=False)
+        quantize = functools.partial(quantize_input, input_scale=input_scales.get(name), format=format)
+        handles.append(module.register_forward_pre_hook(functools.partial(_put, weight, quantize)))
+        if module is output:
+            changed = dataclasses.replace(head, output=Weights(weight, head.bias_V), quantize_input=quantize)
     try:
         yield changed
     finally:
         for handle in handles:
             handle.remove()
-        for name, weight in before.items():
-            model.get_submodule(names.inner(name)).weight = weight
+        for name, own in before.items():
+            model.get_submodule(names.inner(name)).weight = own
 
 
 def _put(weight: nn.Parameter, quantize: Callable[[Tensor], Tensor], module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
