@@ -55,12 +55,14 @@ _SUPPORTED = {"flex": "_supports_flex_attn", "flash": "_supports_flash_attn"}
 def training_attention(asked: str, device: str, model: Any) -> str | None:
     """transformers' name of the kernel that trains; None leaves the model's own. model: of transformers, on any device.
 
-    auto is the model's own on a CPU, and where its config.json asks for one; else flex, else flash where it is installed.
+    auto is the model's own on a CPU, beside a tower, and where config.json asks for one; else flex, else flash where that is
+    installed.
     Raises UsageError for a kernel that is not here, or that transformers does not have for the architecture.
     """
     if asked == "auto":
-        own = getattr(model.config.get_text_config(), "_attn_implementation", None)
-        if not device.startswith("cuda") or own not in (None, "sdpa"):
+        text = model.config.get_text_config()
+        own = getattr(text, "_attn_implementation", None)
+        if not device.startswith("cuda") or text is not model.config or own not in (None, "sdpa"):
             return None
         return next((_KERNELS[name] for name in ("flex", "flash") if not _missing(name, device, model)), None)
     missing = _missing(asked, device, model)
