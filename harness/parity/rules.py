@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from harness.fidelity.distance import token_kl
 from harness.records.record import ParityData, ParityLayer, ParityPrompt
-from qad.model.families import experts_of
+from qad.model.families import experts_of, family_of
 from qad.numerics.linear import QuantizedLinear
 
 SHORT = 48  # tokens of a sequence, prompt and generated: longer ones only make more FP4 codes part
@@ -50,16 +50,20 @@ def prompts(tokenizer: Any, new_tokens: int, long_text: str = "", long_tokens: i
 
 def layer_inputs(model: nn.Module, prompt: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Inputs and outputs [t, K], [t, N] of every quantized Linear in the reference's own forward pass, by name. Experts are left
-    out: an engine calls all of a layer in one kernel."""
+    out: an engine calls all of a layer in one kernel; and what an engine gives in another order."""
+    family = family_of(model.config)
+    reordered = {*family.reordered}
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Any:
         def hook(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-            found[name] = (args[0][0, :LAYER_TOKENS].detach().clone(), output[0, :LAYER_TOKENS].detach().clone())
+            x, y = (tensor.flatten(0, -2)[:LAYER_TOKENS].detach().clone() for tensor in (args[0], output))  # one prompt
+            found[name] = x, y
 
         return hook
 
     names = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear) and experts_of(n) is None]
+    names = [n for n in names if reordered.isdisjoint(sibling.rpartition(".")[2] for sibling in family.siblings_of(n))]
     hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     try:
         _logits(model, prompt)

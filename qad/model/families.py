@@ -67,6 +67,7 @@ class Family:
     state_heads: keys of config.json that count the heads of a recurrent state.
     stacked: tensors of checkpoints that hold all experts of a layer; the first form is what engines and transformers know.
     unserved: why no engine here serves its experts quantized.
+    reordered: last parts of the names of Linears whose rows vLLM puts into another order when it loads them.
     """
 
     model_types: tuple[str, ...] = ()
@@ -82,6 +83,7 @@ class Family:
     state_heads: tuple[str, ...] = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
     stacked: tuple[Stored, ...] = ()
     unserved: str = ""
+    reordered: tuple[str, ...] = ()
 
     def whole(self, name: str) -> tuple[Stored, str, str] | None:
         """Of a tensor that holds all experts of a layer: its form, what names of single experts begin with, and transformers'
@@ -183,7 +185,11 @@ ROWS = (
         ),
         unserved="vLLM 0.32 has no place for the biases of quantized experts, skips them silently and computes with unset ones",
     ),
-    Family(("llama4", "llama4_text"), stacked=(Stored(_GATE_UP, "experts", Layout(transposed=True)),)),
+    Family(
+        ("llama4", "llama4_text"),
+        stacked=(Stored(_GATE_UP, "experts", Layout(transposed=True)),),
+        reordered=("q_proj", "k_proj"),  # for its rotary embedding
+    ),
     Family(
         ("granitemoe", "granitemoeshared", "granitemoehybrid"),
         stacked=(

@@ -29,8 +29,9 @@ from tiny_families import FAMILIES, build
 import qad.hf  # noqa: F401
 from export.check import check
 from export.writer import export_arm
+from harness.measure.parity import measure_parity
 from qad.arms.arm import open_arm
-from qad.errors import QadError
+from qad.errors import EngineError, QadError
 from qad.model.families import named_family
 from qad.model.isolation import probe
 from qad.model.loader import auto_class, load_model
@@ -53,6 +54,7 @@ class Seen:
     qad: str = ""
     packing: str = ""
     groups: str = ""
+    parity: str = ""
     note: str = ""
 
     @property
@@ -63,11 +65,12 @@ class Seen:
 _CELLS = dataclasses.fields(Seen)
 
 
-def walk(name: str, folder: Path) -> Seen:
-    """One family. A refusal is its note, an exception as well, marked as the fault it is."""
+def walk(name: str, folder: Path, parity: bool = False) -> Seen:
+    """One family; parity: in vLLM as well. A refusal is its note, an exception as well, marked as the fault it is."""
     seen = Seen(name)
     try:
         _walk(name, folder, seen)
+        seen.parity = _parity(name, folder) if parity else "not tried"
     except QadError as refusal:
         seen.note = f"refused: {refusal}".replace(str(folder), "")
     except Exception as fault:  # every family gets its row
@@ -147,6 +150,33 @@ def _trained(job: Job, folder: Path) -> str:
     return f"{kl[0]:.3g} to {kl[-1]:.3g}"
 
 
+def _parity(name: str, folder: Path) -> str:
+    """Log-probabilities of the PTQ export in the real vLLM beside the reference's, FP32; what it does not serve is no fault."""
+    if named_family(FAMILIES[name][0]).unserved:
+        return "not served"
+    folder = folder / "ptq-export"
+    try:
+        data = measure_parity(
+            folder,
+            folder.with_name("parity.json"),
+            engine="vllm",
+            python=None,
+            arm="ptq",
+            dtype="float32",
+            new_tokens=8,
+            long_tokens=0,
+            convert=lambda given, place: given,
+        )
+    except EngineError as refusal:
+        (folder.parent / "refused.log").write_text(str(refusal))
+        reasons = [line for line in str(refusal).splitlines() if re.search(r"\w+(Error|Exception): ", line)]
+        return f"not served here ({reasons[-1].split(': ', 1)[-1].strip()[:80]})" if reasons else "not served here"
+    difference = max(prompt.max_difference for prompt in data.prompts)
+    if not data.holds:
+        raise AssertionError(f"vLLM's log-probabilities differ from the reference's by {difference:.2g}")
+    return f"holds ({difference:.0e})"
+
+
 def _groups(name: str) -> str:
     """Held against the record by tests/engines/test_families.py; here, whether vLLM has the architecture."""
     model_type = FAMILIES[name][0]
@@ -188,13 +218,14 @@ def page(rows: list[Seen]) -> str:
         "against the arm without an error, student and reloaded export equal in every bit of the logits, "
         f"{STEPS} steps of QAD with a falling KL, exported and reloaded again. Packing: the difference that a document in front "
         "makes to the hidden states of the next one in a row, in FP32; what is not apart is trained with one document a row. "
-        "Groups: what vLLM 0.32 fuses shares scales.",
+        "Groups: what vLLM 0.32 fuses shares scales. vLLM: the PTQ export in the real vLLM 0.32 (CPU build, this project's "
+        "plugin, FP32); how far a token's log-probability is at most from the reference's (`make families ARGS=--parity`).",
         "",
-        "| family | quantized | reload | KL of QAD | packing | groups | |",
-        "|---|---|---|---|---|---|---|",
+        "| family | quantized | reload | KL of QAD | packing | groups | vLLM | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: not row.whole):
-        cells = (row.name, row.export, row.reload, row.qad, row.packing, row.groups, row.note or "whole")
+        cells = (*dataclasses.astuple(row)[:-1], row.note or "whole")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -211,11 +242,12 @@ def main(say: Callable[[str], Any] = print) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="families, all where none is named")
     parser.add_argument("--out", type=Path, help="Markdown page to write; rows of families that are not named stay")
+    parser.add_argument("--parity", action="store_true", help="in vLLM as well, about half a minute each")
     asked = parser.parse_args()
     rows = kept(asked.out) if asked.out and asked.names else {}
     for name in asked.names or FAMILIES:
         with tempfile.TemporaryDirectory() as folder, _quiet():
-            rows[name] = walk(name, Path(folder))
+            rows[name] = walk(name, Path(folder), asked.parity)
         say(" | ".join((name, *(value for value in dataclasses.astuple(rows[name])[1:] if value))))
         if asked.out:
             asked.out.write_text(page([rows[each] for each in FAMILIES if each in rows]), encoding="utf-8")
