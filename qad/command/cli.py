@@ -142,7 +142,7 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
-    from qad.training.search import searched
+    from qad.training.search.choice import searched
     from qad.training.stages import require_shareable
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -162,7 +162,7 @@ def _train(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
-    from qad.training.search import searched
+    from qad.training.search.choice import searched
     from qad.training.stages import ptq_arm, require_shareable, trained_arm
 
     recipe = load_recipe(args.recipe, args.overrides)

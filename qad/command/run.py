@@ -47,7 +47,7 @@ from qad.place import require_writable, write_whole, writing
 from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
-from qad.training.search import searched
+from qad.training.search.choice import searched
 from qad.training.stages import (
     METRICS,
     arm_settings,

@@ -20,7 +20,7 @@ from qad.recipes.recipe import BF16, Measure, Recipe, Train
 from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
 from qad.training.chunked import LIVE, default_chunk
-from qad.training.sensitivity import units_of
+from qad.training.search.sensitivity import units_of
 
 
 def plan(recipe: Recipe, say: Callable[[str], None], gpu: str | None = None, gpus: int = 1) -> None:

@@ -24,9 +24,9 @@ from qad.recipes.job import prepare
 from qad.recipes.load import load_recipe
 from qad.text.windows import Windows
 from qad.training.calibrate import calibrate
-from qad.training.fisher import estimated
-from qad.training.search import choose, effective_bits, keep_head, searched
-from qad.training.sensitivity import Treatment, Unit, sensitivities, units_of
+from qad.training.search.choice import choose, effective_bits, keep_head, searched
+from qad.training.search.fisher import estimated
+from qad.training.search.sensitivity import Treatment, Unit, sensitivities, units_of
 from qad.training.stages import ptq_arm
 
 FORMATS = ["NVFP4", "FP8", "BF16"]
@@ -192,7 +192,7 @@ def test_a_job_gets_ordinary_formats_and_another_target_measures_nothing_again(
     assert section.formats
     assert set(first.selection.formats.values()) <= {"FP8", "BF16"}
     assert "8 units" in told[0]
-    monkeypatch.setattr("qad.training.search.sensitivities", None)
+    monkeypatch.setattr("qad.training.search.choice.sensitivities", None)
     second = searched(job(7.0), tmp_path / "search")
     in_four_bits = [sum(j.selection.format_of(m) == "NVFP4" for m in j.selection.modules) for j in (first, second)]
     assert in_four_bits[0] > in_four_bits[1] > 0

@@ -31,8 +31,8 @@ from qad.progress import Progress
 from qad.recipes.job import Job
 from qad.recipes.recipe import BF16, Quantize
 from qad.text.windows import WindowSet
-from qad.training.fisher import estimated
-from qad.training.sensitivity import BATCH, Treatment, Unit, sensitivities, units_of
+from qad.training.search.fisher import estimated
+from qad.training.search.sensitivity import BATCH, Treatment, Unit, sensitivities, units_of
 
 KIND = "search"
 SENSITIVITY = "sensitivity.json"

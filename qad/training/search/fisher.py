@@ -28,7 +28,7 @@ from qad.model.names import names_of
 from qad.numerics.linear import quantize_input
 from qad.text.windows import Windows, WindowSet
 from qad.training.head import Head
-from qad.training.sensitivity import BATCH, Treatment, Unit, model_inputs
+from qad.training.search.sensitivity import BATCH, Treatment, Unit, model_inputs
 
 _DRAWS = 2  # of every token's next one
 _CHUNK = 256  # tokens whose logits exist at one time
@@ -43,7 +43,7 @@ def estimated(
     seed: int,
     progress: Callable[[int], object] = lambda passes: None,
 ) -> dict[tuple[str, str], float]:
-    """(unit's name, format) -> estimated KL, nats a token. As qad.training.sensitivity.sensitivities, of a loaded model.
+    """(unit's name, format) -> estimated KL, nats a token. As qad.training.search.sensitivity.sensitivities, of a loaded model.
 
     Raises UsageError where the output head is among the units: what it is given has no gradient here.
     """
