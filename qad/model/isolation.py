@@ -26,65 +26,47 @@ from qad.model.loader import auto_class, code_is_trusted
 LIMIT = 1e-4
 _TOKENS = 24
 _VOCABULARY = 256
+
+
+def _by_name(sizes: dict[int, str]) -> dict[str, int]:
+    return {name: size for size, names in sizes.items() for name in names.split()}
+
+
 # Sizes that do not matter to the question, where a configuration has them.
-_INNER = {
-    "vocab_size": _VOCABULARY,
-    "intermediate_size": 128,
-    "intermediate_size_mlp": 128,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "shared_intermediate_size": 128,
-    "moe_shared_expert_intermediate_size": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_WIDTHS = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_d_ssm": 256,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "mamba_d_state": 16,
-    "ssm_state_size": 16,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
-    "mamba_chunk_size": 16,
-    "chunk_size": 16,
-    "mamba_dt_rank": 8,
-    "mamba_expand": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
-_TOWER = {
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "out_hidden_size": 128,
-}
+_INNER = _by_name(
+    {
+        _VOCABULARY: "vocab_size",
+        128: "intermediate_size intermediate_size_mlp shared_intermediate_size",
+        64: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+        4: "num_experts num_local_experts n_routed_experts",
+        2: "num_experts_per_tok eos_token_id",
+        1: "n_group topk_group first_k_dense_replace bos_token_id",
+        0: "pad_token_id",
+    }
+)
+_WIDTHS = _by_name(
+    {
+        256: "mamba_d_ssm",
+        128: "hidden_size",
+        64: "q_lora_rank",
+        32: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_head_dim "
+        "linear_key_head_dim linear_value_head_dim",
+        16: "qk_rope_head_dim mamba_d_state ssm_state_size mamba_chunk_size chunk_size",
+        8: "mamba_n_heads mamba_num_heads mamba_dt_rank",
+        4: "num_attention_heads linear_num_value_heads",
+        2: "num_key_value_heads mamba_expand linear_num_key_heads",
+        1: "mamba_n_groups n_groups",
+    }
+)
+_TOWER = _by_name(
+    {
+        128: "intermediate_size out_hidden_size",
+        64: "hidden_size",
+        32: "head_dim",
+        2: "num_heads num_attention_heads num_key_value_heads",
+        1: "num_hidden_layers depth",
+    }
+)
 _PERIODS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 
 
