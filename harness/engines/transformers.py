@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.engines.folder_config import algorithm_of
 from harness.records.record import Engine
@@ -28,7 +29,7 @@ FILES = Engine(name="files", version="", dtype="", device="", kernel_path="safet
 class LoadedModel:
     """model: in eval mode, without gradients. engine: for the record."""
 
-    model: Any
+    model: nn.Module
     tokenizer: Any
     engine: Engine
 
@@ -72,7 +73,7 @@ def require_device(device: str) -> None:
         raise UsageError(f"device {device} is not there: this machine has {count} CUDA devices; use cpu")
 
 
-def describe(model: Any, dtype: str, device: str, algorithm: str | None, asked: str | None = None) -> Engine:
+def describe(model: nn.Module, dtype: str, device: str, algorithm: str | None, asked: str | None = None) -> Engine:
     """The record's engine entry. transformers has no NVFP4 kernels, so a quantized folder is always emulated. asked: the kernel
     of attention that was asked for."""
     attention = getattr(model.config, "_attn_implementation", None) or "unknown"

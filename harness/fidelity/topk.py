@@ -7,10 +7,9 @@ merged, so that of the k + 1 parts is at most that of the whole vocabulary. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.engines.answers import ask_json
 from harness.fidelity.distance import token_quantiles
@@ -40,7 +39,7 @@ def topk_kl(log_p_V: Tensor, ids_k: Tensor, log_q_k: Tensor) -> float:
 def measure_topk(
     url: str,
     model: str,
-    teacher: Any,
+    teacher: nn.Module,
     sequences: Sequence[tuple[str, Tensor]],
     data_name: str,
     k: int,

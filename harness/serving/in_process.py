@@ -14,10 +14,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.records.record import ThroughputData, ThroughputPoint
 from qad.errors import UsageError
@@ -26,14 +25,14 @@ from qad.errors import UsageError
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def cache_argument(model: Any) -> str:
+def cache_argument(model: nn.Module) -> str:
     """Under which name a model takes, and returns, what it keeps of the tokens before."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_NAMES if name in accepted), _CACHE_NAMES[0])
 
 
 def measure_throughput(
-    models: Mapping[str, object],
+    models: Mapping[str, nn.Module],
     *,
     vocab_size: int,
     batch: int,
@@ -72,7 +71,7 @@ def measure_throughput(
     }
 
 
-def _run(model: Any, prompt_BT: Tensor, output_tokens: int) -> tuple[float, float]:
+def _run(model: nn.Module, prompt_BT: Tensor, output_tokens: int) -> tuple[float, float]:
     """Seconds of the prefill and of the output_tokens - 1 decode steps."""
     device = next(model.parameters()).device
     accepted = inspect.signature(model.forward).parameters
@@ -98,7 +97,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _check(models: Mapping[str, object], batch: int, input_tokens: int, output_tokens: int, repeats: int) -> None:
+def _check(models: Mapping[str, nn.Module], batch: int, input_tokens: int, output_tokens: int, repeats: int) -> None:
     if min(batch, input_tokens, repeats) < 1:
         raise UsageError(f"batch {batch}, input_tokens {input_tokens}, repeats {repeats}: each must be at least 1")
     if output_tokens < 2:
