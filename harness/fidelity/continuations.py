@@ -34,7 +34,6 @@ def measure_continuations(
     prompt_tokens: int,
     new_tokens: int,
     seed: int = 0,
-    progress: Callable[[int], object] | None = None,
 ) -> dict[str, list[Continuation]]:
     """student -> one entry for each sequence, (cluster, int64 [T]), with more than `prompt_tokens` tokens.
 
@@ -54,8 +53,6 @@ def measure_continuations(
             diverged = equal < max(len(greedy), len(own))
             nll = _nll(student, prompt, written)
             found[name].append(Continuation(cluster, equal, diverged, len(written), nll_teacher, nll))
-        if progress:
-            progress(1)
     return found
 
 

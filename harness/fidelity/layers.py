@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ def measure_layers(
     students: Mapping[str, nn.Module],
     teacher: nn.Module,
     sequences: Sequence[tuple[str, Tensor]],
-    progress: Callable[[int], object] | None = None,
     seen: Sequence[Seen | None] = (),
 ) -> dict[str, list[LayerDistance]]:
     """Relative squared error of the hidden states after the embedding and after every layer, over all tokens of `sequences`,
@@ -41,10 +40,9 @@ def measure_layers(
                     [((s.to(t.device).float() - t.float()) ** 2).sum().double().cpu() for s, t in zip(ours, theirs, strict=True)]
                 )
                 errors[name] = errors[name] + error_L if name in errors else error_L
-            if progress:
-                progress(1)
     assert power is not None
-    return {name: _named((error_L / power).tolist()) for name, error_L in errors.items()}
+    names = ["embedding", *(f"layer {number}" for number in range(1, len(power)))]
+    return {name: list(map(LayerDistance, names, (error_L / power).tolist())) for name, error_L in errors.items()}
 
 
 def _hidden(model: nn.Module, ids_T: Tensor, beside: Seen | None) -> tuple[Tensor, ...]:
@@ -53,7 +51,3 @@ def _hidden(model: nn.Module, ids_T: Tensor, beside: Seen | None) -> tuple[Tenso
     out = model(input_ids=ids_T[None].to(device), use_cache=False, output_hidden_states=True, **held)
     states: tuple[Tensor, ...] = out.hidden_states
     return states
-
-
-def _named(shares: list[float]) -> list[LayerDistance]:
-    return [LayerDistance("embedding" if i == 0 else f"layer {i}", share) for i, share in enumerate(shares)]

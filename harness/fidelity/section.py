@@ -44,7 +44,6 @@ def measure_distances(
     text: Sequences,
     seed: int,
     progress: Callable[[int], object] | None = None,
-    teacher_name: str = "bf16",
 ) -> dict[str, FidelityData]:
     """As harness.fidelity.distance.measure_fidelity; the extras are in the students' data."""
     inputs = {name: InputSaturation() for name in students}
@@ -52,14 +51,7 @@ def measure_distances(
         for name, student in students.items():
             watched.enter_context(inputs[name].watching(student.modules()))
         measured = measure_fidelity(
-            students,
-            teacher,
-            text.pairs,
-            section.data.name,
-            progress,
-            teacher_name=teacher_name,
-            domains=text.domains,
-            seen=text.seen,
+            students, teacher, text.pairs, section.data.name, progress, domains=text.domains, seen=text.seen
         )
     for name, counted in inputs.items():
         measured[name] = dataclasses.replace(measured[name], saturated_inputs=counted.share)

@@ -6,7 +6,7 @@ merged, so that of the k + 1 parts is at most that of the whole vocabulary. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,7 @@ def topk_kl(log_p_V: Tensor, ids_k: Tensor, log_q_k: Tensor) -> float:
 
 
 def measure_topk(
-    url: str,
-    model: str,
-    teacher: nn.Module,
-    sequences: Sequence[tuple[str, Tensor]],
-    data_name: str,
-    k: int,
-    progress: Callable[[int], object] | None = None,
+    url: str, model: str, teacher: nn.Module, sequences: Sequence[tuple[str, Tensor]], data_name: str, k: int
 ) -> FidelityData:
     """sequences: (cluster, int64 [T]) pairs. The server has to score prompts and to name tokens by id, as vLLM does.
 
@@ -67,8 +61,6 @@ def measure_topk(
         nll = -float(log_p_TV.gather(1, ids_T[1:, None]).sum())
         found.append(FidelitySequence(cluster, len(own), sum(own), agree, nll, theirs))
         kls += own
-        if progress:
-            progress(1)
     values = torch.tensor(kls, dtype=torch.float64)
     quantiles = {**token_quantiles(values), "max": float(values.max())}
     return FidelityData(data_name, found, quantiles, bound=f"top {k} tokens and a bucket of all others: a lower bound")
