@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
-import types
-import typing
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,6 +45,13 @@ class Sample:
     scored: str
 
 
+_KINDS = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+_HINTS = {field.name: str(field.type) for field in dataclasses.fields(Sample)}  # as they are written above
+_SCHEMA = pa.schema(
+    [pa.field(name, _KINDS[hint.removesuffix(" | None")], nullable=hint.endswith("None")) for name, hint in _HINTS.items()]
+)
+
+
 def samples_path(record: Path) -> Path:
     """Where the samples of a record lie."""
     return record.with_name(record.stem + SUFFIX)
@@ -58,20 +61,7 @@ def write_samples(samples: list[Sample], path: Path) -> None:
     """Write aside, then rename."""
     found = {f.name: [getattr(s, f.name) for s in samples] for f in dataclasses.fields(Sample)}
     columns = {name: [utf8(v) if isinstance(v, str) else v for v in values] for name, values in found.items()}
-    table = pa.table(columns, schema=_schema())
+    table = pa.table(columns, schema=_SCHEMA)
     with io.BytesIO() as content:
         pq.write_table(table, content, compression="zstd")
         write_whole(path, content.getvalue())
-
-
-@functools.cache
-def _schema() -> Any:
-    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-    hints = typing.get_type_hints(Sample)
-    fields = []
-    for field in dataclasses.fields(Sample):
-        hint = hints[field.name]
-        optional = isinstance(hint, types.UnionType)
-        kind = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
-        fields.append(pa.field(field.name, kinds[kind], nullable=optional))
-    return pa.schema(fields)

@@ -60,24 +60,17 @@ def gpu_memory(pids: Sequence[int], nvml: Any = None) -> TreeMemory:
 
     nvml: a module with pynvml's interface.
     """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return NOTHING
     try:
+        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except nvml.NVMLError:
+        try:
+            sizes = _sizes(nvml, set(pids))
+        finally:
+            nvml.nvmlShutdown()
+    except Exception:  # no package, no driver, no permission: all the same to the reader of a record
         return NOTHING
-    try:
-        sizes = _sizes(nvml, set(pids))
-    except nvml.NVMLError:
-        return NOTHING
-    finally:
-        nvml.nvmlShutdown()
-    if not sizes or any(size is None for size in sizes):
-        return NOTHING
-    return TreeMemory(sum(size for size in sizes if size is not None), "NVML")
+    known = [size for size in sizes if size is not None]
+    return TreeMemory(sum(known), "NVML") if known and len(known) == len(sizes) else NOTHING
 
 
 def _sizes(nvml: Any, pids: set[int]) -> list[int | None]:

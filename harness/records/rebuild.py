@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import pydantic
 import pydantic_core
@@ -49,8 +50,6 @@ def require_measurable(value: object) -> None:
             raise ValueError(f"{found:.3g} is a number that nothing measures")
 
 
-_ADAPTERS: dict[object, pydantic.TypeAdapter[Any]] = {}  # a large class takes a tenth of a second
-
-
+@functools.cache  # a large class takes a tenth of a second
 def _adapter(cls: type[T]) -> pydantic.TypeAdapter[T]:
-    return _ADAPTERS.get(cls) or _ADAPTERS.setdefault(cls, pydantic.TypeAdapter(cls))
+    return pydantic.TypeAdapter(cls)
