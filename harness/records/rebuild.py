@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import pydantic_core
@@ -50,6 +49,8 @@ def require_measurable(value: object) -> None:
             raise ValueError(f"{found:.3g} is a number that nothing measures")
 
 
-@functools.cache  # a large class takes a tenth of a second
+_ADAPTERS: dict[object, pydantic.TypeAdapter[Any]] = {}  # a large class takes a tenth of a second
+
+
 def _adapter(cls: type[T]) -> pydantic.TypeAdapter[T]:
-    return pydantic.TypeAdapter(cls)
+    return _ADAPTERS.get(cls) or _ADAPTERS.setdefault(cls, pydantic.TypeAdapter(cls))
