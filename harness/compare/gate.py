@@ -252,7 +252,7 @@ def _holds(found: Estimate, limit: float, at_most: bool) -> float:
 
 def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]) -> str:
     outcome = outcomes[arm]
-    named = "; ".join(check.why for check in checks if check.outcome == outcome)
+    named = "; ".join(dict.fromkeys(check.why for check in checks if check.outcome == outcome))
     lead = _lead(comparison, arm)
     if outcome == PASS:
         text = f"{lead}: QAD is not needed." if arm == PTQ else f"{lead}."

@@ -98,7 +98,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     """Run everything a recipe asks for; returns the HTML report. redo: trained arms that the recipe would make otherwise are
     replaced. Raises QadError."""
     _require_run_folder(out)
-    kinds = KINDS if recipe.measure.noise_floor else KINDS[:-1]
+    kinds = [kind for kind in KINDS if getattr(recipe.measure, kind)]
     clock = Stopwatch(say, 6 + bool(recipe.quantize.search) + 2 * len(recipe.methods) + len(kinds))
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):

@@ -1,7 +1,6 @@
 """What a recipe would do, before it is done: what is quantized, which text, how many steps, how much memory and disk.
 
-Bytes are sums over tensors that are known to exist; activations of the forward pass are not among them and are said to be
-missing. GB = 1e9 bytes.
+What a training takes of a machine is `scale`'s to say. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from pathlib import Path
 from qad.command.planning.init import gpu_bytes
 from qad.command.planning.machine import require_memory, require_room, shapes
 from qad.command.planning.preflight import require_measurable
-from qad.command.planning.scale import MOMENTS, WIDTH, config_alone, config_shape, scale_lines
+from qad.command.planning.scale import config_alone, config_shape, scale_lines
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import BF16, Measure, Recipe, Train
-from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations
-from qad.training.chunked import LIVE, default_chunk
 from qad.training.search.sensitivity import units_of
 
 
@@ -44,7 +41,7 @@ def plan(recipe: Recipe, say: Callable[[str], None], gpu: str | None = None, gpu
         require_enough_text(job, say)
     for line in _search(job):
         say(line)
-    for line in (*_training(train), *_memory(job, train), *_disk(job)) if train else _disk(job):
+    for line in (*_training(train), *_disk(job)) if train else _disk(job):
         say(line)
     found = shapes(job) if train else None
     if train and found:
@@ -99,26 +96,6 @@ def _training(train: Train) -> Iterator[str]:
             f"train  {method}: {loss}, {train.steps:,} steps of {train.tokens_per_step:,} tokens = {train.tokens_used:,} tokens, "
             f"{rate}"
         )
-
-
-def _memory(job: Job, train: Train) -> Iterator[str]:
-    """Peak of training, by what takes it."""
-    names = list(_parameters(job))
-    trainable = trainable_names(train, names, job.selection.modules)
-    everything = sum(_parameters(job).values())
-    trained = sum(size for name, size in _parameters(job).items() if name in trainable)
-    teacher = sum(math.prod(info.shape) for info in job.teacher.tensors.values())
-    chunk = train.chunk or default_chunk(job.device, job.shared_ids)
-    parts = {
-        "student": everything * WIDTH[job.dtype],
-        "FP32 masters": everything * 4,
-        "gradients": trained * 4,
-        "moments": trained * MOMENTS[train.optimizer],
-        "teacher": teacher * WIDTH[job.dtype],
-        "logits of a chunk": LIVE * min(chunk, train.tokens_per_step) * job.shared_ids * 4,
-    }
-    listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
-    yield f"memory {_gigabytes(sum(parts.values()))} and activations: {listed}"
 
 
 def _disk(job: Job) -> Iterator[str]:

@@ -306,4 +306,4 @@ def _gigabytes(size: float) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:.2g} h" if hours < 100 else f"{hours:,.0f} h"
+    return "under a minute" if hours < 1 / 60 else f"{hours:.2g} h" if hours < 100 else f"{hours:,.0f} h"
