@@ -13,12 +13,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.compare.comparable import BASELINE
 from harness.compare.contrasts import MARGIN
 from harness.compare.gate import judge
-from harness.compare.policy import load_policy
+from harness.compare.policy import Policy, load_policy
 from harness.compare.recovery import compare
 from harness.imported.scores import read_imported
 from harness.imported.stamp import MODEL
@@ -30,6 +29,7 @@ from harness.records.verdict import Verdict
 from qad.artifact import Artifact, digest_of, require_place, run_stage
 from qad.errors import DataError, UsageError
 from qad.untrusted import clean, mapping, strict_json
+from reports.contents import finite
 from reports.load import load_records
 from reports.render import render
 from reports.sections.details import contrasts
@@ -64,7 +64,7 @@ def compare_arms(
     def work(folder: Path) -> None:
         for name, record in _named(read).items():
             record_files.write(record, folder / "measure" / f"{name}.json")
-        text = json.dumps(_finite(comparisons.to_json(comparison)), indent=1, allow_nan=False)
+        text = json.dumps(finite(comparisons.to_json(comparison)), indent=1, allow_nan=False)
         (folder / COMPARISON).write_text(text + "\n", encoding="utf-8")
         render(folder, comparison, read, verdict)
 
@@ -97,7 +97,7 @@ def noise_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def verdict_on(comparison: Comparison, policy: Any, arm: str | None = None) -> Verdict | None:
+def verdict_on(comparison: Comparison, policy: Policy, arm: str | None = None) -> Verdict | None:
     """The gate's verdict; None where nothing but the baseline was measured."""
     return judge(comparison, policy, arm) if set(comparison.arms) - {BASELINE} else None
 
@@ -223,12 +223,3 @@ def _identity(record: Record) -> str:
     """Digest of a record without when and by what it was made."""
     left_out = ("created", "seconds", "provenance")
     return digest_of({name: value for name, value in to_json(record).items() if name not in left_out})
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not a number is null."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if (isinstance(value, float) and value in (float("inf"), float("-inf"))) or value != value else value
