@@ -16,6 +16,7 @@ from typing import Any
 from harness.engines import process
 from harness.engines.trtllm import beside, environment
 from qad.errors import EngineError, UsageError
+from qad.model.loader import brings_code
 from qad.untrusted import text_lines
 
 MODES = ("throughput", "latency")
@@ -88,17 +89,10 @@ def check_bench(folder: Path, mode: str, concurrency: int) -> None:
     if mode == "latency" and concurrency != 1:
         raise UsageError(f"trtllm-bench latency serves one request at a time, not {concurrency}: use throughput")
     for name in ("config.json", "tokenizer_config.json"):
-        if _brings_code(folder / name):
+        if brings_code(folder / name):
             raise UsageError(
                 f"{folder} brings its own code (auto_map in {name}), which trtllm-bench runs: measure it with --engine trtllm"
             )
-
-
-def _brings_code(path: Path) -> bool:
-    try:
-        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
 
 
 def _whole(path: Path, requests: int) -> dict[str, Any]:

@@ -193,12 +193,13 @@ def _reason(error: Exception, folder: Path) -> str:
     """One line; where the folder brings code that was not run, what to do."""
     text = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip()
     reason = clean(text.splitlines()[0], 500) if text else type(error).__name__
-    if not _trusted and any(_brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
+    if not _trusted and any(brings_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
         return f"it brings code of its own, which is not run: read its *.py files, then give --trust-remote-code ({reason})"
     return reason
 
 
-def _brings_code(path: Path) -> bool:
+def brings_code(path: Path) -> bool:
+    """Whether a JSON file of a folder names code of its own."""
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
