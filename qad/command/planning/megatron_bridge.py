@@ -62,6 +62,8 @@ UNSAID: dict[str, tuple[Callable[[Any], bool], str]] = {
         "write a ModelOpt recipe with {quantizer_name: ..., enable: false} for each",
     ),
     "quantize.search": (lambda v: v is None, "no option; ModelOpt's own search is mtq.auto_quantize, a TODO in quantize.py"),
+    "quantize.recipe": (lambda v: v is None, "give that file to quantize.py (--recipe)"),
+    "quantize.by": (lambda v: v in ("qad", "modelopt"), "ModelOpt quantizes there in any case"),
     "calibrate.headroom": (lambda v: v == 1, "no option; --recipe general/ptq/nvfp4_act_headroom-kv_fp8_cast is the nearest"),
     "train.loss": (lambda v: v == "forward_kl", "distill.py has forward KL alone (LogitsKLLoss)"),
     "train.temperature": (lambda v: v == 1, "no option: set logit_kl_temperature of ModelOptDistillConfig in distill.py"),
