@@ -72,6 +72,8 @@ def test_an_export_comes_back_and_its_conversion_too(exported: Path, tiny_llama_
         assert main(["export", str(arm), "--layout", layout, "--out", str(again)]) == 0
         assert (folder / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
         assert main(["check", str(again), "--source", str(arm), "--strict"]) == 0
+        assert "quantized by another tool, whose codes" in (again / "README.md").read_text()
+    assert "Trained by another tool; its weights" in (exported / "export" / "README.md").read_text()
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
