@@ -76,11 +76,20 @@ def _smol(folder: Path) -> tuple[Any, dict[str, int]]:
     return made, {"image_token_id": tokenizer.convert_tokens_to_ids("<image>")}
 
 
+def _mistral(folder: Path) -> tuple[Any, dict[str, int]]:
+    from transformers import PixtralImageProcessorPil
+
+    tokenizer = _tokenizer(folder, "[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    image = tokenizer.convert_tokens_to_ids("[IMG]")
+    return PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=14), {"image_token_index": image}
+
+
 # family -> image processor and the ids of image tokens; settings of the processor; what differs in the configuration
 PICTURED: dict[str, tuple[Callable[[Path], tuple[Any, dict[str, int]]], dict[str, Any], dict[str, Any]]] = {
     "Qwen2.5-VL": (_qwen, {"processor_class": "Qwen2_5_VLProcessor"}, {}),
     "Qwen3-VL": (_qwen, {"processor_class": "Qwen3VLProcessor"}, {"vision_config": {"patch_size": 14}}),
     "Gemma3": (_gemma, {"processor_class": "Gemma3Processor", "image_seq_length": 4}, {}),
+    "Mistral3": (_mistral, {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}, {}),
     "SmolVLM": (_smol, {"processor_class": "SmolVLMProcessor", "image_seq_len": 1}, {}),
 }
 
