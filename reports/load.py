@@ -55,9 +55,11 @@ class SplitText:
 
 @dataclasses.dataclass(frozen=True)
 class SearchedUnit:
-    """What engines run in one format. kl: format -> nats per token when it alone is quantized. format: that of the PTQ arm."""
+    """What engines run in one format. kl: format -> nats per token when it alone is quantized. format: that of the PTQ arm.
+    modules: its members."""
 
     name: str
+    modules: list[str]
     kl: dict[str, float]
     format: str
 
@@ -127,6 +129,7 @@ def _search(run: Path) -> tuple[list[SearchedUnit], int]:
         units = [
             SearchedUnit(
                 str(unit["name"]),
+                [str(module) for module in unit["modules"]],
                 {str(format): float(kl) for format, kl in mapping(unit["kl"]).items()},
                 formats.get(str(unit["modules"][0]), "BF16"),
             )

@@ -32,8 +32,9 @@ def searched(run: Run) -> Table | None:
 
 
 def _kind(unit: SearchedUnit) -> str:
-    name = unit.name.removesuffix(".*")
-    return name.rpartition(".")[2]
+    if unit.name.endswith(".*"):
+        return unit.name.removesuffix(".*").rpartition(".")[2]
+    return ", ".join(module.rpartition(".")[2] for module in unit.modules)
 
 
 def _layer(unit: SearchedUnit) -> str:

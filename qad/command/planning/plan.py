@@ -82,10 +82,9 @@ def _search(job: Job) -> Iterator[str]:
     section = job.recipe.quantize.search
     if section:
         units, formats = len(units_of(job.selection, 1.0)), len([format for format in section.formats if format != BF16])
-        yield (
-            f"search {units} units in {formats} formats for {section.bits:g} bits a weight: {units * formats:,} passes over "
-            f"{section.tokens:,} tokens, about half of each"
-        )
+        passes = f"{units * formats:,} passes over {section.tokens:,} tokens, about half of each"
+        how = passes if section.by == "kl" else f"estimated from backward passes over {section.tokens:,} tokens"
+        yield f"search {units} units in {formats} formats for {section.bits:g} bits a weight: {how}"
 
 
 def _training(train: Train) -> Iterator[str]:
