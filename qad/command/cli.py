@@ -142,6 +142,7 @@ def _ptq(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_frozen_time
     from qad.recipes.load import load_recipe
+    from qad.training.balance.balanced import balanced
     from qad.training.search.choice import searched
     from qad.training.stages import require_shareable
 
@@ -151,6 +152,7 @@ def _ptq(args: argparse.Namespace) -> int:
     require_shareable(job)
     with template_clock(recipe.template_time):
         require_frozen_time(job)
+        job = balanced(job, args.out.parent / "balanced", say)
         artifact = ptq_arm_by(searched(job, args.out.parent / "search", say), args.out)
     say(f"PTQ arm: {artifact.path}")
     return 0
@@ -162,6 +164,7 @@ def _train(args: argparse.Namespace) -> int:
     from qad.model.template_clock import template_clock
     from qad.recipes.job import prepare, require_enough_text, require_frozen_time
     from qad.recipes.load import load_recipe
+    from qad.training.balance.balanced import balanced
     from qad.training.search.choice import searched
     from qad.training.stages import ptq_arm, require_shareable, trained_arm
 
@@ -180,6 +183,7 @@ def _train(args: argparse.Namespace) -> int:
     with template_clock(recipe.template_time):
         require_frozen_time(job)
         require_enough_text(job, say)
+        job = balanced(job, args.out.parent / "balanced", say)
         job = searched(job, args.out.parent / "search", say)
         if args.ptq is None:
             ptq_arm(job, ptq)

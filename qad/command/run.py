@@ -2,6 +2,7 @@
 
 RUN/recipe.yaml                         the resolved recipe
 RUN/text/ROLE                           what the teacher wrote, where the recipe asks for it
+RUN/balanced                            the original with evened channels, where quantize.balance asks for it
 RUN/search                              the KL of every choice alone, where quantize.search asks for it
 RUN/arms/{bf16,ptq,qad}                 how each arm treats the source; also qat, where train.method asks for it
 RUN/export/{ptq,qad}                    NVFP4 checkpoints, plain Hugging Face folders
@@ -47,6 +48,7 @@ from qad.place import require_writable, write_whole, writing
 from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.recipe import Recipe
+from qad.training.balance.balanced import balanced
 from qad.training.search.choice import searched
 from qad.training.stages import (
     METRICS,
@@ -99,7 +101,8 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     replaced. Raises QadError."""
     _require_run_folder(out)
     kinds = [kind for kind in KINDS if getattr(recipe.measure, kind)]
-    clock = Stopwatch(say, 6 + bool(recipe.quantize.search) + 2 * len(recipe.methods) + len(kinds))
+    before = recipe.quantize.balance + bool(recipe.quantize.search)
+    clock = Stopwatch(say, 6 + before + 2 * len(recipe.methods) + len(kinds))
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
@@ -124,6 +127,10 @@ def _run(
 
     with clock("text"):
         require_enough_text(job, say)
+    original = job
+    if recipe.quantize.balance:
+        with clock("balance"):
+            job = balanced(job, out / "balanced", say)
     if recipe.quantize.search:
         with clock("search"):
             job = searched(job, out / "search", say)
@@ -131,7 +138,7 @@ def _run(
     _claim(job, out)
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
-        bf16_arm(job, arms / "bf16", replace=True)
+        bf16_arm(original, arms / "bf16", replace=True)
     with clock("arm ptq (calibrate)"):
         made(ptq_arm_by(job, arms / "ptq", replace=True))
     for method in recipe.methods:
@@ -151,7 +158,7 @@ def _run(
     for name in ("ptq", *recipe.methods):
         with clock(f"export {name}"):
             made(export(job, arms / name, exports / name, say))
-    measuring = Measuring(_subjects(job, exports), recipe.measure, lambda: job.text["test"], out, say)
+    measuring = Measuring(_subjects(original, exports), recipe.measure, lambda: job.text["test"], out, say)
     with compilation(True):  # the same bits from the kernels that training compiled, in two thirds of the time
         for kind in kinds:
             with clock(f"measure {kind}"):
@@ -260,7 +267,7 @@ def _require_run_folder(out: Path) -> None:
     """Raises ArtifactError where `out` is neither free nor a run's, StorageError where nothing can be written there."""
     if out.exists() and not (out / "arms" / "bf16").is_dir():  # empty, or killed before its first stage was whole
         early = {"recipe.yaml", "recipe.yaml.tmp", "arms", "text", "teacher_cache", METRICS}
-        early |= {"search", "search.partial", "modelopt", "modelopt.partial"}
+        early |= {f"{name}{state}" for name in ("balanced", "search", "modelopt") for state in ("", ".partial")}
         if not out.is_dir() or {path.name for path in out.iterdir()} - early:
             raise ArtifactError(f"{out} exists and is not a run folder: choose another --out")
     require_writable(out / "recipe.yaml" if out.is_dir() else out)

@@ -75,6 +75,8 @@ class Quantize(_Strict):
     """of 4-bit weights: gptq decides codes and block scales against the inputs of calibration, and training goes on there"""
     by: Literal["qad", "modelopt"] = "qad"
     """what makes the PTQ arm: this tool, or ModelOpt with its own calibration and export (nvidia-modelopt)"""
+    balance: bool = False
+    """first even out channels of unlike size, by powers of two between neighbouring weights that change no bit of the original"""
     search: Search | None = None
     """formats for a target of bits a weight, by the KL of each choice alone; takes the place of formats"""
     kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
@@ -362,6 +364,8 @@ class Recipe(_Strict):
                 f"quantize.kv_format {self.quantize.kv_format} has no words in the {self.export.layout} layout: set "
                 "export.layout to modelopt"
             )
+        if self.quantize.balance and self.calibrate is None:
+            raise ValueError("quantize.balance measures channels on text: give calibrate.data")
         weights_only = not any(map(quantizes_activations, (self.quantize.format, *self.quantize.formats.values())))
         if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):
             raise ValueError(

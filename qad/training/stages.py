@@ -74,7 +74,8 @@ def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
     if section["rounding"] == GPTQ:  # whether the arm holds where training begins
         section["start"] = recipe.train is not None
-    for key, only in {"rounding": NEAREST, "kv_format": FP8, "search": None, "recipe": None, "by": "qad"}.items():
+    usual = {"rounding": NEAREST, "kv_format": FP8, "search": None, "recipe": None, "by": "qad", "balance": False}
+    for key, only in usual.items():
         if section[key] == only:  # as before there was another: finished arms keep their key
             del section[key]
     return section
