@@ -1,89 +1,61 @@
-"""A mixture like Nemotron 3.5 Lightning (Mamba-2, attention, experts beside a shared one) by the recipe of that name, from recipe
-to report: each part in its own format."""
+"""The mixed recipe of Nemotron 3.5 Lightning on a tiny hybrid of its shape, from recipe to report."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from safetensors import safe_open
 from tiny_families import build
 
-from qad.command.cli import main
+from export.check import check
+from qad.command.run import run
+from qad.recipes.load import load_recipe
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
-SENTENCES = ["The river runs past the mill {0}.", "A heron waits {0} for fish.", "He counts {0} sacks of flour and {0} more."]
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+SMALL = [
+    *(f"{key}.data=python-docs" for key in ("calibrate", "train", "measure.fidelity")),
+    "calibrate.samples=8",
+    "calibrate.seq_len=64",
+    "train.tokens=3072",
+    "train.seq_len=64",
+    "train.batch_size=2",
+    "train.lr=1e-4",
+    "train.validation_tokens=256",
+    "measure.fidelity.tokens=512",
+    "measure.fidelity.seq_len=64",
+    "dtype=float32",
+]
 
 
-@pytest.fixture(scope="module")
-def run(make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lightning")
-    source = build("Nemotron-H MoE", folder / "source")
+def test_experts_and_head_in_4_bits_mamba_in_fp8_attention_as_it_was(
+    make_tokenizer: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Experts, shared experts and head W4A16, Mamba's projections FP8, attention BF16, FP8 KV cache; QAD lowers the KL."""
+    source = build("Nemotron-H MoE", tmp_path / "source")
     make_tokenizer(source)
-    text = folder / "text.jsonl"
-    lines = [{"text": " ".join(s.format(i * 7 + j) for j, s in enumerate(SENTENCES * 3))} for i in range(400)]
-    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = {
-        "base": "lightning-mamba-fp8-max",
-        "model": str(source),
-        "dtype": "float32",
-        "quantize": {"kv_cache": "calibrated"},
-        "calibrate": {"data": str(text), "samples": 8, "seq_len": 32},
-        "train": {
-            "data": str(text),
-            "tokens": 12 * 128,
-            "seq_len": 32,
-            "batch_size": 4,
-            "micro_batch_size": None,
-            "activation_checkpointing": False,
-            "lr": 1e-4,
-            "validate_every": 4,
-            "validation_tokens": 256,
-        },
-        "measure": {"engine": "transformers", "fidelity": {"data": str(text), "tokens": 256, "seq_len": 64}},
+    run(load_recipe("lightning-mamba-fp8-max", [f"model={source}", *SMALL]), tmp_path / "run", lambda line: None)
+    out = tmp_path / "run" / "export" / "qad"
+    assert [finding for finding in check(out) if finding.severity == "error"] == []
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+    formats = {name: layer["quant_algo"] for name, layer in quantization["quantized_layers"].items()}
+    by_kind: dict[str, set[str]] = {}
+    for name, format in formats.items():
+        kind = next(
+            (part for part in ("shared_experts", "experts", "lm_head") if part in name.split(".")), name.rpartition(".")[2]
+        )
+        by_kind.setdefault(kind, set()).add(format)
+    assert by_kind == {
+        "in_proj": {"FP8"},
+        "out_proj": {"FP8"},
+        "experts": {"W4A16_NVFP4"},
+        "shared_experts": {"W4A16_NVFP4"},
+        "lm_head": {"W4A16_NVFP4"},
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QAD_COMPILE", "0")
-        assert main(["run", str(folder / "recipe.yaml"), "--out", str(folder / "out")]) == 0
-    return folder / "out"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_every_part_has_the_format_of_the_released_checkpoint(run: Path) -> None:
-    """Routed and shared experts and head in W4A16, projections of Mamba in FP8, attention and router in BF16, FP8 KV cache."""
-    for arm in ("ptq", "qad"):
-        folder = run / "export" / arm
-        assert main(["check", str(folder), "--source", str(run / "arms" / arm)]) == 0
-        nested = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
-        assert nested["quant_algo"] == "MIXED_PRECISION"
-        assert nested["kv_cache_quant_algo"] == "FP8"
-        formats = {name: layer["quant_algo"] for name, layer in nested["quantized_layers"].items()}
-        expected = {"backbone.layers.0.mixer.in_proj": "FP8", "backbone.layers.0.mixer.out_proj": "FP8", "lm_head": "W4A16_NVFP4"}
-        for layer in (1, 3):
-            experts = (f"experts.{number}" for number in range(4))
-            expected |= {
-                f"backbone.layers.{layer}.mixer.{block}.{leaf}": "W4A16_NVFP4"
-                for block in (*experts, "shared_experts")
-                for leaf in ("up_proj", "down_proj")
-            }
-        assert formats == expected
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            names = [*file.keys()]
-            plain = ("mixer.q_proj.weight", "mixer.o_proj.weight", "mixer.gate.weight", "conv1d.weight")
-            assert {str(file.get_tensor(name).dtype) for name in names if name.endswith(plain)} == {"torch.bfloat16"}
-        assert sum(name.endswith((".k_scale", ".v_scale")) for name in names) == 2
-
-
-def test_training_brings_the_student_nearer_and_states_are_in_the_memory_record(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kl = [row["val_kl"] for row in rows if row.get("val_kl") is not None]
-    assert kl[-1] < kl[0]
-    assert (run / "report" / "report.html").is_file()
-    cache = json.loads((run / "measure" / "qad" / "memory.json").read_text())["data"]["cache"]
-    inner, groups, state = 8 * 32, 1, 16  # heads by width; convolution over 3 inputs in BF16, state in FP32 as config.json says
-    assert cache["state_bytes_per_sequence"] == 2 * 3 * (inner + 2 * groups * state) + 4 * inner * state
-    assert cache["kv_dtype"] == "fp8"
+    assert quantization["kv_cache_scheme"]["num_bits"] == 8
+    arm = json.loads((tmp_path / "run" / "arms" / "qad" / "arm.json").read_text())["training"]
+    assert arm["val_kl_best"] < arm["val_kl_start"]
+    assert (tmp_path / "run" / "report" / "report.html").is_file()
