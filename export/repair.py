@@ -12,7 +12,6 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +49,8 @@ class _Plan:
     done: list[str]
     block_scales: dict[str, Callable[[], Tensor]]
     dropped: set[str]
-    config: dict[str, Any]
-    nested: dict[str, Any] | None
+    config: dict[str, object]
+    nested: dict[str, object] | None
     index: bool
 
 
@@ -182,7 +181,7 @@ def _index_is_right(folder: Folder, dropped: set[str]) -> bool:
     return index.get("weight_map") == expected and mapping(index.get("metadata")).get("total_size", total) == total
 
 
-def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _metadata(folder: Folder, layout: Layout, done: list[str]) -> tuple[dict[str, object], dict[str, object] | None]:
     """Both places from the tensors; keys that say nothing about the scheme stay as they are."""
     layers = _formats(folder, layout)
     if layers is None:
@@ -215,7 +214,7 @@ def _formats(folder: Folder, layout: Layout) -> dict[str, str] | None:
     return found
 
 
-def _differences(place: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _differences(place: str, before: dict[str, object], after: dict[str, object]) -> list[str]:
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) or (key in before) != (key in after)]
     return [f"{place}: {key} {_short(before.get(key))} -> {_short(after.get(key))}" for key in keys]
 

@@ -68,7 +68,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         if size is not None:
             raise ValueError(f"group_size {size} is not one this loader decodes: NVFP4 blocks have {BLOCK_SIZE}")
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
+    def _listed(self) -> dict[str, dict[str, object]]:
         if self.quant_algo != MIXED:
             return {}
         listed = self.rest.get("quantized_layers")
@@ -88,7 +88,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return any(fnmatchcase(name, pattern) for pattern in self.ignore for name in names)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The dictionary config.json held."""
         own = {"quant_method": METHOD, "quant_algo": self.quant_algo, "ignore": self.ignore}
         return {**self.rest, **own}
@@ -137,7 +137,7 @@ class ModelOptHfQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return False
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[object], model: Any) -> list[object]:
         """Experts are loaded one by one, under the names they are stored by."""
         return super().update_weight_conversions(conversions_of_split(weight_conversions), model)
 

@@ -62,12 +62,12 @@ class RecordFacts:
     model: str
     checkpoint: str
     engine: Engine
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
+    settings: dict[str, object]
+    provenance: dict[str, object]
     created: str
     seconds: float
     schema_version: int
-    control: dict[str, Any] | None
+    control: dict[str, object] | None
     training: Training | None
 
 
@@ -94,7 +94,7 @@ class Contents:
     recipe: str
     text: list[SplitText]
     records: list[RecordFacts]
-    manifests: dict[str, dict[str, Any]]
+    manifests: dict[str, dict[str, object]]
 
 
 def contents(
@@ -106,7 +106,7 @@ def contents(
     verdict: Verdict | None,
     pairs: list[items.Pair],
     missing: list[tuple[str, str]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Plain JSON types."""
     value = Contents(
         schema_version=SCHEMA_VERSION,
@@ -128,7 +128,7 @@ def contents(
         records=[_facts(record) for record in [*records, *others]],
         manifests=run.manifests,
     )
-    plain: dict[str, Any] = finite(dataclasses.asdict(value))
+    plain: dict[str, object] = finite(dataclasses.asdict(value))
     return plain
 
 
@@ -150,7 +150,7 @@ def _facts(record: Record) -> RecordFacts:
     return RecordFacts(kind=record.kind, sha256=origin.record_hash(record), **values)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """JSON has no NaN: what is not a number is null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}

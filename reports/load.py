@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.records import record as records
 from harness.records.record import ARMS, Record
@@ -76,14 +75,14 @@ class Run:
 
     steps: list[Step]
     recipe: str
-    manifests: dict[str, dict[str, Any]]
+    manifests: dict[str, dict[str, object]]
     missing: list[tuple[str, str]]
     text: list[SplitText] = dataclasses.field(default_factory=list)
     other_steps: dict[str, list[Step]] = dataclasses.field(default_factory=dict)
-    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measure: dict[str, object] = dataclasses.field(default_factory=dict)
     samples: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
-    quantize: dict[str, Any] = dataclasses.field(default_factory=dict)
+    quantize: dict[str, object] = dataclasses.field(default_factory=dict)
     search: list[SearchedUnit] = dataclasses.field(default_factory=list)
     search_tokens: int = 0
 
@@ -140,7 +139,7 @@ def _search(run: Path) -> tuple[list[SearchedUnit], int]:
         return [], 0
 
 
-def _settings(recipe: str) -> dict[str, Any]:
+def _settings(recipe: str) -> dict[str, object]:
     """{} for text that is no recipe."""
     try:
         return mapping(strict_yaml(recipe))
@@ -160,7 +159,9 @@ def _read(path: Path) -> Record | str:
         return str(error.__cause__ or error)
 
 
-def _missing_records(run: Path, given: list[Record], measure: dict[str, Any], expected: Sequence[str]) -> list[tuple[str, str]]:
+def _missing_records(
+    run: Path, given: list[Record], measure: dict[str, object], expected: Sequence[str]
+) -> list[tuple[str, str]]:
     """expected: arms that a run of this recipe has."""
     have = {(record.arm, record.kind) for record in given}
     damaged = {(path.parent.name, path.stem): found for path in _paths(run) if isinstance(found := _read(path), str)}
@@ -246,14 +247,14 @@ def _counts(value: object) -> dict[str, int]:
     return {str(name): tokens for name, tokens in items if isinstance(tokens, int)}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     try:
         return mapping(strict_json(_text(path)))
     except ValueError:
         return {}
 
 
-def _manifests(run: Path) -> dict[str, dict[str, Any]]:
+def _manifests(run: Path) -> dict[str, dict[str, object]]:
     found = {}
     for path in sorted({*run.glob(f"*/{MANIFEST}"), *run.glob(f"*/*/{MANIFEST}")}):
         try:

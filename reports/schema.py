@@ -13,7 +13,7 @@ from reports.contents import SCHEMA_VERSION, Contents
 PATH = Path(__file__).parent / "schema.json"
 
 
-def schema() -> dict[str, Any]:
+def schema() -> dict[str, object]:
     """JSON Schema, draft 2020-12. Objects hold the named fields and no others; any number may be null."""
     made = _strict(TypeAdapter(Contents).json_schema(mode="serialization"))
     head = {
@@ -29,7 +29,7 @@ def text() -> str:
     return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> Any:
     """Closed objects that hold all their fields; null where a number is not finite (see `contents.finite`)."""
     if isinstance(value, list):
         return [_strict(item) for item in value]

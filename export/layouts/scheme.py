@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from qad.arms.selection import Selection
 from qad.model.drafts import Drafts
 from qad.untrusted.safetensors_header import Entry
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Scheme:
 
 
 def scheme_of(
-    selection: Selection, entries: Iterable[Entry], kv_cache: str | None = None, config: Mapping[str, Any] = _NOTHING
+    selection: Selection, entries: Iterable[Entry], kv_cache: str | None = None, config: Mapping[str, object] = _NOTHING
 ) -> Scheme:
     """The scheme of an arm's export. entries: the tensors it holds. kv_cache: format of the cache. config: of config.json.
 

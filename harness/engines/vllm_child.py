@@ -40,7 +40,7 @@ class Job:
     dtype: str
     eager: bool
     layers: str | None
-    overrides: dict[str, Any]
+    overrides: dict[str, object]
     out: str
 
 

@@ -8,7 +8,6 @@ whole continuations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ def _generated(model: nn.Module, prompt: Tensor, choose: Callable[[Tensor], int]
     ends = _end_ids(model)
     device = next(model.parameters()).device
     name = cache_argument(model)
-    held: dict[str, Any] = {}
+    held: dict[str, object] = {}
     ids = prompt[None].to(device)
     found: list[int] = []
     with torch.no_grad():

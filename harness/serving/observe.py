@@ -13,7 +13,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from harness.records.serving import ESTIMATE, SERVER_USAGE, Gaps, Repeat, Request
 from harness.serving.window import TokenEvent, active_requests, steady_window
@@ -186,7 +186,7 @@ def _part(holder: Mapping[str, object], name: str, kind: type[Kind]) -> Kind | N
     return value
 
 
-def _list(holder: Mapping[str, object], name: str) -> list[Any]:
+def _list(holder: Mapping[str, object], name: str) -> list[object]:
     return _part(holder, name, list) or []
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import datasets
 
 from qad.untrusted import json_lines
 
 
-def load(*, file: str, **_metadata: object) -> dict[str, Any]:
+def load(*, file: str, **_metadata: object) -> dict[str, object]:
     """One split, `test`. lm-eval passes the task's metadata along with `dataset_kwargs`; it is not used here."""
     return {"test": datasets.Dataset.from_list([row for _, row in json_lines(Path(__file__).parent / file)])}

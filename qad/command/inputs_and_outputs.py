@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qad.place import place_of, require_apart
 
@@ -53,7 +53,7 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
                 yield what, Path(str(one).partition("=")[2] or one) if name in _NAMED else Path(one)
 
 
-def require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, Any]) -> None:
+def require_place(out: Path, kind: str, apart: Mapping[str, Path], known: Mapping[str, object]) -> None:
     """Refuse a place that cannot become what is asked, before anything is computed. apart: what it is -> folder that is only
     read. known: of the stage's config. Raises QadError."""
     from qad import artifact

@@ -9,7 +9,6 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.engines.registered import ENGINES, HERE
 from qad.command.options import measuring as options
@@ -137,7 +136,7 @@ def _here(args: argparse.Namespace, say: _Say) -> int:
     return 0
 
 
-def fidelity_section(args: argparse.Namespace) -> dict[str, Any]:
+def fidelity_section(args: argparse.Namespace) -> dict[str, object]:
     extras = {key: getattr(args, key, False) for key in ("per_layer", "split")} | {
         "new_tokens": getattr(args, "new_tokens", None)
     }
@@ -153,7 +152,7 @@ def _data(given: str) -> str | dict[str, str]:
     return {"source": "jsonl", "path": given, "field": field_of(Path(given))}
 
 
-def accuracy_section(args: argparse.Namespace) -> dict[str, Any]:
+def accuracy_section(args: argparse.Namespace) -> dict[str, object]:
     if args.tasks and args.suite:
         raise UsageError("--tasks and --suite: give one of them")
     asked = {"tasks": args.tasks.split(",")} if args.tasks else {"suite": args.suite or "smoke"}

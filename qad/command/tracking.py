@@ -25,7 +25,7 @@ class Tracker:
     def __init__(self, library: Any = None) -> None:
         self._library = library
 
-    def log(self, prefix: str, values: Mapping[str, Any]) -> None:
+    def log(self, prefix: str, values: Mapping[str, object]) -> None:
         """Finite numbers under `prefix/name`; everything else is left out."""
         numbers = {f"{prefix}/{name}": value for name, value in values.items() if is_number(value)}
         if numbers:

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -114,7 +113,7 @@ def section_of(args: argparse.Namespace) -> Measure:
     return measure if args.measure else with_speed(measure, {})
 
 
-def asked_measure(given: Measure | Mapping[str, Any] | None) -> Measure:
+def asked_measure(given: Measure | Mapping[str, object] | None) -> Measure:
     """The same from Python; None: what the command measures by itself. Raises UsageError."""
     if given is None:
         return with_speed(parse_measure({"fidelity": {"data": "python-docs"}, "accuracy": {"suite": "smoke"}}), {})

@@ -11,7 +11,6 @@ convert_hf_quant_config_format.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from qad.numerics.formats import FORMATS
 from qad.untrusted import clean, mapping
@@ -43,20 +42,20 @@ _NUMBERS: dict[str, tuple[object, ...]] = {
 }
 
 
-def not_computed(*blocks: Mapping[str, Any] | None) -> list[str]:
+def not_computed(*blocks: Mapping[str, object] | None) -> list[str]:
     """Keys of `quantization_config` and of hf_quant_config.json's `quantization` that ask for more than is computed here, each
     with its path, once."""
     return list(dict.fromkeys(path for block in blocks if block for path in _of_block(block)))
 
 
-def per_token(group: Mapping[str, Any]) -> bool:
+def per_token(group: Mapping[str, object]) -> bool:
     """Whether a config group of the compressed-tensors layout scales inputs as they come, where no format here does."""
     inputs = mapping(group.get("input_activations"))
     known = [own.inputs for format in FORMATS.values() if (own := format.layouts.get("compressed-tensors"))]
     return inputs.get("dynamic") is True and not any(own.get("dynamic") is True for own in known)
 
 
-def _of_block(block: Mapping[str, Any]) -> Iterator[str]:
+def _of_block(block: Mapping[str, object]) -> Iterator[str]:
     for key, value in block.items():
         dense = key == "sparsity_config" and mapping(value).get("format") == "dense"
         if key not in _TOP and _asks(value) and not dense:

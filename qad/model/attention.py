@@ -24,7 +24,7 @@ _GPU_KERNELS = {
 }  # transformers' name -> what of transformers.utils says that it is installed
 
 
-def asked_attention(config: Mapping[str, Any]) -> str | None:
+def asked_attention(config: Mapping[str, object]) -> str | None:
     """What a config.json asks for; None: nothing."""
     built = built_config(config)
     found = config.get("attn_implementation") if built is None else getattr(built, "_attn_implementation", None)

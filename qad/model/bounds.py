@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -21,7 +20,7 @@ class OversizedError(ValueError):
     """A config.json asks for more than its tensors can fill."""
 
 
-def require_bounded(config: Mapping[str, Any]) -> None:
+def require_bounded(config: Mapping[str, object]) -> None:
     """Raises OversizedError where a count is beyond all models: lists are made of it before any module is."""
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from qad.model.bounds import OversizedError, built_for, require_bounded
 _NOT_ASKED = ("quantization_config", "auto_map")  # remote code is never run for a question
 
 
-def built_config(config: Mapping[str, Any]) -> Any | None:
+def built_config(config: Mapping[str, object]) -> Any | None:
     """The transformers configuration; None for what transformers does not know or does not understand. Raises OversizedError."""
     require_bounded(config)
     return _built(json.dumps({k: v for k, v in config.items() if k not in _NOT_ASKED}, sort_keys=True))
@@ -34,7 +34,7 @@ def _built(config: str) -> Any | None:
             return None
 
 
-def ties_embeddings(config: Mapping[str, Any]) -> bool:
+def ties_embeddings(config: Mapping[str, object]) -> bool:
     """Whether head and embedding are one weight. Gemma, Cohere and others leave that to their class, which says yes."""
     try:
         built = built_config(config)
@@ -45,7 +45,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
     return bool(getattr(built, "tie_word_embeddings", False))
 
 
-def embedding_name(config: Mapping[str, Any], shapes: Iterable[tuple[int, ...]]) -> str | None:
+def embedding_name(config: Mapping[str, object], shapes: Iterable[tuple[int, ...]]) -> str | None:
     """Name of the input embedding's weight in the model that transformers builds; None where it cannot. shapes: of the tensors
     that are to fill it."""
     import torch

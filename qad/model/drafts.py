@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from qad.model.families import Fused, experts_of, family_of
 from qad.untrusted import mapping
@@ -43,7 +42,7 @@ class Drafts:
     fused: Fused
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Drafts:
+    def of(cls, config: Mapping[str, object]) -> Drafts:
         """config: of config.json; counts that are no numbers count as none."""
         text = mapping(config.get("text_config"))
         found = [value for holder in (text, config) for key in _COUNTS if isinstance(value := holder.get(key), int)]

@@ -124,7 +124,7 @@ def join_experts(
     return joined
 
 
-def conversions_of_split(conversions: list[Any]) -> list[Any]:
+def conversions_of_split(conversions: list[object]) -> list[object]:
     """Of transformers' conversions between checkpoint and model, those that a model with split experts still needs."""
     return [conversion for conversion in conversions if not merges_experts(conversion)]
 

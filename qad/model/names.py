@@ -160,7 +160,7 @@ def _origins(model: nn.Module, stored: Iterable[str]) -> dict[str, tuple[str, tu
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known: dict[str, Any] = model.state_dict()
+    known: dict[str, object] = model.state_dict()
     found: dict[str, tuple[str, tuple[Any, str] | None]] = {}
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,8 @@ class InLayout:
 
     algorithm: str
     leaves: Mapping[str, str]
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any]
+    weights: Mapping[str, object]
+    inputs: Mapping[str, object]
     reciprocal: bool = False
 
 
@@ -266,7 +266,7 @@ class KVFormat:
     name: str
     bytes: float
     bits: int
-    schemes: Mapping[str, Any]
+    schemes: Mapping[str, object]
 
 
 _KV_8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -297,7 +297,7 @@ def weights_alone(format: Format) -> Format | None:
     return next((f for f in FORMATS.values() if f.stores_alike(format) and not f.quantizes_inputs), None)
 
 
-def announced_algorithm(quantization: Mapping[str, Any]) -> str | None:
+def announced_algorithm(quantization: Mapping[str, object]) -> str | None:
     """What a `quantization_config` of the ModelOpt layout means, upper case; None where it names nothing.
 
     NVFP4 whose config groups all have no `input_activations` is W4A16_NVFP4, as vLLM 0.32 reads it

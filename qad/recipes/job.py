@@ -51,7 +51,7 @@ class Job:
     text_folder: Path | None = None
     rows: bool = False  # one document a window, as the model does not keep packed ones apart
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without the text, which another process has no use for."""
         kept = {field.name for field in dataclasses.fields(self)}
         return {name: value for name, value in self.__dict__.items() if name in kept}
@@ -74,7 +74,7 @@ class Job:
         return sight_for([part for parts in self.text.values() for part in parts], self.source.folder, self.tokenizer)
 
     @property
-    def compute(self) -> dict[str, Any]:
+    def compute(self) -> dict[str, object]:
         """What every computed stage depends on beside its own section."""
         return {"seed": self.recipe.seed, "dtype": self.dtype, "device": self.device}
 

@@ -33,7 +33,7 @@ from qad.text.documents import Message
 _MARKED = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 Span = tuple[int, int]
-Given = Mapping[str, Any]
+Given = Mapping[str, object]
 _NOTHING: Given = MappingProxyType({})
 
 
@@ -140,7 +140,7 @@ def _learnt(marks: Sequence[Span], messages: Sequence[Message], where: str) -> S
     return [mark for mark, message in zip(marks, turns, strict=True) if message.get("weight") != 0]
 
 
-def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _shown(messages: Sequence[Message]) -> list[dict[str, object]]:
     """As a server hands them to the template, which no weight reaches."""
     return [{name: held for name, held in message.items() if name != "weight"} for message in messages]
 

@@ -102,7 +102,7 @@ class RandomTokens(_Source):
 Prompts = Annotated[PythonDocs | TextFile | JsonLines | Hub, Discriminator("source")]
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     """`python-docs`, `notes.txt`, `chat.jsonl` for short."""
     if not isinstance(value, str):
         return value
@@ -139,7 +139,7 @@ Source = PythonDocs | TextFile | JsonLines | Hub | RandomTokens | Generations
 SOURCES: dict[str, type[BaseModel]] = {get_args(s.model_fields["source"].annotation)[0]: s for s in get_args(Source)}
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [_short(one) for one in values]
 

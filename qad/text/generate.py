@@ -147,7 +147,7 @@ class TeacherText:
         model = self._loaded()
         ends = _ids(self._tokenizer, model, "eos_token_id")
         pad = next(iter([*_ids(self._tokenizer, model, "pad_token_id"), *ends]), 0)
-        processors: list[Any] = [TemperatureLogitsWarper(settings.temperature)]
+        processors: list[object] = [TemperatureLogitsWarper(settings.temperature)]
         processors += [TopKLogitsWarper(settings.top_k)] if settings.top_k else []
         processors += [TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else []
         processors.append(GumbelNoise(seeds, str(model.device)))
@@ -213,7 +213,7 @@ def _first(docs: Iterator[Document], need: Need, taken: set[str]) -> tuple[list[
     return list(kept.values()), tokens
 
 
-def _same(out: Path, config: dict[str, Any], inputs: dict[str, str]) -> Artifact | None:
+def _same(out: Path, config: dict[str, object], inputs: dict[str, str]) -> Artifact | None:
     """A finished stage that differs in how many tokens it holds at most."""
     try:
         found = open_artifact(out, KIND)

@@ -47,8 +47,8 @@ class Picture:
 
 
 def take_pictures(
-    messages: Iterable[Mapping[str, Any]], folder: Path, where: str
-) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
+    messages: Iterable[Mapping[str, object]], folder: Path, where: str
+) -> tuple[list[dict[str, object]], tuple[Picture, ...]]:
     """Messages as a template takes them, whose image parts name no file, and the images in order.
 
     Raises DataError for a file that is missing, is no image or has more than 67 million pixels, UsageError without Pillow.

@@ -197,7 +197,7 @@ def _rows(rows: Iterable[tuple[int, Any]], field: str, path: str, what: str, fol
         yield document
 
 
-def _document(row: dict[str, Any], field: str, where: str, folder: Path | None) -> Document:
+def _document(row: dict[str, object], field: str, where: str, folder: Path | None) -> Document:
     value = row[field]
     if isinstance(value, str):
         return Document.of(value, where)

@@ -22,7 +22,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +78,7 @@ class WindowSet(abc.ABC):
         """How many positions are in the loss."""
         return int(self.counts.sum())
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What a report says about them: tokens, positions in the loss, tokens by source, and padding where there is any."""
         padding = {"padding": self.padding} if self.padding else {}
         return {"tokens": self.tokens, "counted": self.counted, "sources": dict(self.sources), **padding}
@@ -126,7 +125,7 @@ class Windows(WindowSet):
     padding: int = 0
     seen: Callable[[], Mapping[str, Tensor]] | None = None
 
-    def model_inputs(self, device: torch.device | str) -> dict[str, Any]:
+    def model_inputs(self, device: torch.device | str) -> dict[str, object]:
         """What a transformers model is called with. Beside images it counts positions itself, since some count them in three
         dimensions; a window is then one document."""
         ids_ST = self.input_ids_ST.to(device)

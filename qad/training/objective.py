@@ -39,7 +39,7 @@ class Inputs:
     batch: Windows
     index: Tensor
 
-    def model_inputs(self, device: torch.device) -> dict[str, Any]:
+    def model_inputs(self, device: torch.device) -> dict[str, object]:
         return self.batch.model_inputs(device)
 
     def counted(self, hidden_BTH: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def learning_rate(config: Train, step: int) -> float:
     return config.lr
 
 
-def parameter_groups(config: Train, masters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def parameter_groups(config: Train, masters: Mapping[str, Tensor]) -> list[dict[str, object]]:
     """Optimizer groups of the trainable masters, one for each `lr_scale`; the first pattern that matches counts."""
     names = [name for name, master in masters.items() if master.requires_grad]
     groups: dict[float, list[Tensor]] = {}

@@ -57,7 +57,7 @@ def write_teacher_cache(
     k: int,
     shared: int,
     inputs: dict[str, str],
-    config: dict[str, Any],
+    config: dict[str, object],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Artifact:
     """Run the teacher over every window once. `inputs`: digests of teacher and windows; a cache of the same ones with

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 from harness.records import record as record_files
 from harness.records.record import Record, arm_order
@@ -73,7 +72,7 @@ def _seeds(records: list[Record], arm: str) -> str:
 
 def _producers(records: list[Record]) -> list[Block]:
     """Code and machine; once, if all records share them."""
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    groups: dict[str, tuple[dict[str, object], list[str]]] = {}
     for record in records:
         facts = {key: value for key, value in record.provenance.items() if key != "argv"}
         entry = groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (record.provenance, []))
@@ -86,7 +85,7 @@ def _producers(records: list[Record]) -> list[Block]:
     return blocks
 
 
-def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(facts: dict[str, object]) -> list[tuple[str, str]]:
     producer, machine = mapping(facts.get("producer")), mapping(facts.get("environment"))
     commit = producer.get("commit") or "no commit known (not run from a checkout)"
     state = " with uncommitted changes" if producer.get("dirty") else ""
