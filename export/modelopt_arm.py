@@ -120,9 +120,8 @@ def _make(job: Job, folder: Path) -> None:
             return
         with torch.no_grad(), Progress("modelopt", windows.tokens, "tok") as bar:
             for batch in windows.batches(8):
-                ids, positions = batch.input_ids_ST.to(job.device), batch.position_ids_ST.to(job.device)
-                quantized(ids, position_ids=positions, use_cache=False)
-                bar.update(ids.numel())
+                quantized(**batch.model_inputs(job.device))
+                bar.update(batch.tokens)
 
     with _quiet():
         mtq.quantize(model, quantization(job), forward)

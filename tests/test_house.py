@@ -34,6 +34,12 @@ def test_no_file_is_longer_than_four_hundred_lines() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > 400} == {}
 
 
+def test_windows_alone_say_what_a_model_is_given() -> None:
+    """`Windows.model_inputs`: whoever takes ids and positions himself drops the images beside them without a word."""
+    takes = [path for path in MODULES if "position_ids_ST" in path.read_text(encoding="utf-8")]
+    assert [path.relative_to(ROOT).as_posix() for path in takes] == ["qad/text/windows.py"]
+
+
 WRONG = {
     "upwards": ("qad/numerics/nvfp4.py", "import qad.command.cli", "storeys"),
     "between packages": ("export/folder.py", "import harness.records", "storeys"),

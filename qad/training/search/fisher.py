@@ -28,7 +28,7 @@ from qad.model.names import names_of
 from qad.numerics.linear import quantize_input
 from qad.text.windows import Windows, WindowSet
 from qad.training.head import Head
-from qad.training.search.sensitivity import BATCH, Treatment, Unit, model_inputs
+from qad.training.search.sensitivity import BATCH, Treatment, Unit
 
 _DRAWS = 2  # of every token's next one
 _CHUNK = 256  # tokens whose logits exist at one time
@@ -88,7 +88,7 @@ class _Seen:
         handles.append(embedding.register_forward_hook(lambda module, args, output: output.requires_grad_()))
         device = next(model.parameters()).device
         with torch.enable_grad():
-            self._hidden_BTH: Tensor = model.base_model(**model_inputs(batch, device)).last_hidden_state
+            self._hidden_BTH: Tensor = model.base_model(**batch.model_inputs(device)).last_hidden_state
         for handle in handles:
             handle.remove()
         self._counted_BT = batch.counted_ST.to(device)

@@ -104,7 +104,7 @@ class Treatment:
             for batch in batches:
                 counted = batch.counted_ST
                 observer.counted_BT = None if counted.all() else counted.to(device)
-                forward(**model_inputs(batch, device))
+                forward(**batch.model_inputs(device))
         found = {}
         for format in formats:
             whole = dataclasses.replace(self.selection, format=format, formats={})
@@ -204,18 +204,12 @@ class _Passes:
         return total / self.tokens
 
     def _run(self, batch: Windows) -> Tensor:
-        hidden_BTH: Tensor = self.model.base_model(**model_inputs(batch, self.device)).last_hidden_state
+        hidden_BTH: Tensor = self.model.base_model(**batch.model_inputs(self.device)).last_hidden_state
         return hidden_BTH
 
 
 def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
     return output
-
-
-def model_inputs(batch: Windows, device: torch.device) -> dict[str, Any]:
-    """What a transformers model is given of a batch."""
-    ids, positions = batch.input_ids_ST, batch.position_ids_ST
-    return {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": False}
 
 
 @contextlib.contextmanager
