@@ -17,6 +17,7 @@ from torch import Tensor
 
 from export.files.json_files import json_faults, read_json
 from export.layouts.config_files import CONFIG, INDEX, NESTED
+from export.layouts.drafts import Drafts
 from export.layouts.endless import endless
 from export.layouts.exclude import names_asked
 from export.layouts.layout import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout, code_dtypes, scale_leaves
@@ -27,7 +28,6 @@ from qad.artifact import MANIFEST, STAGE_FILE
 from qad.errors import UsageError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import ties_embeddings
-from qad.model.drafts import Drafts
 from qad.model.families import Family, family_of
 from qad.numerics.formats import (
     BLOCK_SCALE,
@@ -350,13 +350,9 @@ class Folder:
     @property
     def draft_modules(self) -> list[tuple[str, str]]:
         """(module, a name that engines build it under) of the unquantized matrices of such heads."""
-        floating = ((name, entry) for name, (_, entry) in self.tensors.items() if entry.dtype in FLOATING)
-        return [
-            (name.removesuffix(".weight"), built)
-            for name, entry in floating
-            if not _looks_like_embedding(module := name.removesuffix(".weight")) and module not in self.packed
-            for built in self.drafts.names(name, entry.shape)
-        ]
+        floating = ((name, entry.shape) for name, (_, entry) in self.tensors.items() if entry.dtype in FLOATING)
+        found = [(name.removesuffix(".weight"), built) for name, shape in floating for built in self.drafts.names(name, shape)]
+        return [(m, built) for m, built in found if m not in self.packed and not _looks_like_embedding(m)]
 
 
 def open_folder(path: Path, skip: Collection[str] = ()) -> Folder:

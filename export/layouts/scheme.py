@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from export.layouts.drafts import Drafts
 from qad.arms.selection import Selection
-from qad.model.drafts import Drafts
 from qad.untrusted.safetensors_header import Entry
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})

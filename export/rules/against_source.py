@@ -13,8 +13,8 @@ from qad.errors import SourceError
 from qad.model.bounds import OversizedError
 from qad.model.built_config import built_config
 from qad.model.loader import load_tokenizer
-from qad.model.processor import PROCESSOR_FILES, processor_digest
 from qad.model.source import Checkpoint
+from qad.text.processor import PROCESSOR_FILES, processor_digest
 
 # Written by the library that saves, or about how rather than what is computed.
 _OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}

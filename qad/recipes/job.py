@@ -20,7 +20,6 @@ from qad.model.attention import training_attention
 from qad.model.limits import require_ids, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.names import names_of
-from qad.model.processor import processor_digest
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.model.template_clock import instant, reads_clock
 from qad.recipes.apart import one_document_a_row
@@ -31,6 +30,7 @@ from qad.text.data import Data, Generations
 from qad.text.documents import Part, digest_contents, require_disjoint
 from qad.text.generate import TeacherText
 from qad.text.packing import MINIMUM, pack, sequences
+from qad.text.processor import processor_digest
 from qad.text.sight import Sight, sight_for
 from qad.text.sources import Need, Reader, require_readable
 from qad.text.windows import StoredWindows, WindowSet

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from qad.errors import DataError, UsageError
-from qad.model.processor import load_processor, processor_digest
 from qad.text.chat import Span, inside, render, supervised_text, texts_of
 from qad.text.documents import Document, Part
 from qad.text.pictures import Picture
+from qad.text.processor import load_processor, processor_digest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from export.layouts.config_files import write_config_files
+from export.layouts.drafts import Drafts
 from export.layouts.layout import LAYOUTS
 from export.layouts.scheme import Scheme
-from qad.model.drafts import Drafts
 
 pytestmark = [pytest.mark.in_vllm, pytest.mark.slow]
 

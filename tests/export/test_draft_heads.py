@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from export.check import check
 from export.convert import convert
 from export.layouts.config_files import CONFIG, NESTED
+from export.layouts.drafts import Drafts
 from export.writer import export_arm
-from qad.model.drafts import Drafts
 
 LAYOUTS = ["modelopt", "compressed-tensors"]
 # As DeepSeek-V3 and GLM-4 MoE store theirs: a layer behind the last one; and as Qwen3.5 MoE does.
