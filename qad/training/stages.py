@@ -295,6 +295,11 @@ def require_shareable(job: Job) -> None:
     ranks, train = here(), job.recipe.train
     if ranks.alone:
         return
+    alone = {"search": job.recipe.quantize.search is not None, "by: modelopt": job.recipe.quantize.by != "qad"}
+    if asked := [key for key, given in alone.items() if given]:
+        raise UsageError(
+            f"quantize.{asked[0]} works in one process: run `qad ptq` without torchrun first; its formats stand in the arm's config"
+        )
     if job.device != "cpu":
         skeleton(job.source, job.dtype, ranks)
     if train is None:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from qad.training.calibrate import calibrate
 from qad.training.search.choice import choose, effective_bits, keep_head, searched
 from qad.training.search.fisher import estimated
 from qad.training.search.sensitivity import Treatment, Unit, sensitivities, units_of
-from qad.training.stages import ptq_arm
+from qad.training.stages import ptq_arm, require_shareable
 
 FORMATS = ["NVFP4", "FP8", "BF16"]
 
@@ -207,3 +208,12 @@ def test_a_search_beside_formats_is_refused() -> None:
         load_recipe("smollm2-135m", ["quantize.search.bits=5", "quantize.formats={'*.o_proj': FP8}"])
     with pytest.raises(UsageError, match=r"quantize\.search\.formats"):
         load_recipe("smollm2-135m", ["quantize.search={bits: 5, formats: [NVFP4, FP3]}"])
+
+
+def test_ranks_do_not_search(make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_llama(tmp_path / "llama")
+    job = prepare(load_recipe("smollm2-135m", [f"model={source}", "quantize.search.bits=5"]))
+    require_shareable(job)
+    monkeypatch.setattr("qad.training.stages.here", lambda: SimpleNamespace(alone=False, size=2))
+    with pytest.raises(UsageError, match=r"quantize\.search works in one process"):
+        require_shareable(job)
