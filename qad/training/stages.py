@@ -298,7 +298,7 @@ def require_shareable(job: Job) -> None:
     alone = {"search": job.recipe.quantize.search is not None, "by: modelopt": job.recipe.quantize.by != "qad"}
     if asked := [key for key, given in alone.items() if given]:
         raise UsageError(
-            f"quantize.{asked[0]} works in one process: run `qad ptq` without torchrun first; its formats stand in the arm's config"
+            f"quantize.{asked[0]} works in one process: run `qad ptq` without torchrun; formats stand in its arm's config"
         )
     if job.device != "cpu":
         skeleton(job.source, job.dtype, ranks)
