@@ -113,8 +113,8 @@ class Windows(WindowSet):
 
     input_ids_ST, position_ids_ST: int64 [S, T]. counted_ST: bool [S, T], True where the position's next-token distribution
     is in the loss; padding never is. labels_ST: int64 [S, T], the next token of the same document, NO_LABEL (-100) where
-    there is none. sources: tokens by source, as packed. seen: what a model that sees is given beside the ids, made when asked
-    for; None: no window of the set shows an image.
+    there is none. sources: tokens by source, as packed. shown: of each window, where any of the set shows
+    an image; see: what makes the model's other inputs of them, each time they are asked for.
     """
 
     input_ids_ST: Tensor
@@ -123,15 +123,17 @@ class Windows(WindowSet):
     labels_ST: Tensor
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
     padding: int = 0
-    seen: Callable[[], Mapping[str, Tensor]] | None = None
+    shown: Sequence[Shown | None] = ()
+    see: See | None = None
 
     def model_inputs(self, device: torch.device | str) -> dict[str, object]:
         """What a transformers model is called with. Beside images it counts positions itself, since some count them in three
         dimensions; a window is then one document."""
         ids_ST = self.input_ids_ST.to(device)
-        if self.seen is None:
+        if not self.shown:
             return {"input_ids": ids_ST, "position_ids": self.position_ids_ST.to(device), "use_cache": False}
-        beside = {name: value.to(device) for name, value in self.seen().items()}
+        assert self.see is not None
+        beside = {name: value.to(device) for name, value in self.see(self.shown, self.input_ids_ST).items()}
         return {"input_ids": ids_ST, "use_cache": False, **beside}
 
     @classmethod
@@ -166,9 +168,10 @@ class Windows(WindowSet):
         return _digest_of(self)
 
     def at(self, index_B: Tensor) -> Windows:
-        assert self.seen is None, "windows with images are taken from their folder"
+        shown = [self.shown[int(index)] for index in index_B] if self.shown else ()
         ids_ST, positions_ST = self.input_ids_ST, self.position_ids_ST
-        return Windows(ids_ST[index_B], positions_ST[index_B], self.counted_ST[index_B], self.labels_ST[index_B])
+        found = Windows(ids_ST[index_B], positions_ST[index_B], self.counted_ST[index_B], self.labels_ST[index_B])
+        return dataclasses.replace(found, shown=shown, see=self.see)
 
 
 class StoredWindows(WindowSet):
@@ -211,13 +214,7 @@ class StoredWindows(WindowSet):
         found = Windows.of(self._ids_ST[index_B].long(), positions_BT, said_BT, real_BT)
         if not self._shown:
             return found
-        shown = [self._shown[int(index)] for index in index_B]
-
-        def seen() -> Mapping[str, Tensor]:
-            assert self._see is not None
-            return self._see(shown, found.input_ids_ST)
-
-        return dataclasses.replace(found, seen=seen)
+        return dataclasses.replace(found, shown=[self._shown[int(index)] for index in index_B], see=self._see)
 
     @functools.cached_property
     def _shown(self) -> list[Shown | None]:

@@ -120,6 +120,10 @@ def test_the_loss_stands_on_what_the_assistant_says(job: Job) -> None:
     said = batch.input_ids_ST.roll(-1, 1)[batch.counted_ST]
     assert job.tokenizer.decode(said).startswith("The water at bank")
     assert windows.padding > 0
+    later = windows.at(torch.tensor([4, 2])).at(torch.tensor([1]))
+    assert torch.equal(
+        later.model_inputs("cpu")["pixel_values"], windows.at(torch.tensor([2])).model_inputs("cpu")["pixel_values"]
+    )
     everything = job.calibration_windows()
     assert everything is not None
     assert everything.counted == everything.tokens - everything.padding
