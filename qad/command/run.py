@@ -76,7 +76,7 @@ class Stopwatch:
     """Says which stage of how many runs and, at the end, how long each took."""
 
     def __init__(self, say: Callable[[str], None], stages: int) -> None:
-        self._say, self._stages = say, stages
+        self._say, self.stages = say, stages
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> Stopwatch:
@@ -84,7 +84,7 @@ class Stopwatch:
         return self
 
     def __enter__(self) -> None:
-        self._say(f"== {len(self.seconds) + 1}/{self._stages} {self._name}")
+        self._say(f"== {len(self.seconds) + 1}/{self.stages} {self._name}")
         self._started = time.monotonic()
 
     def __exit__(self, *exc: object) -> None:
@@ -109,6 +109,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
             job = as_it_fits(job, say)
             require_shareable(job)
             require_measurable(job, out)
+            clock.stages += bool(job.recipe.quantize.search) - bool(recipe.quantize.search)  # ModelOpt's recipe may ask for one
             require_room(job, out)
             _require_same_model(job, out)
         with template_clock(_template_time(job, out)):

@@ -40,6 +40,9 @@ def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pa
     """Plain data and the file they are from. above: the files whose base this is."""
     path = Path(recipe)
     if recipe.startswith(MODELOPT):
+        from qad.recipes.modelopt import read_recipe  # which validates what it makes here
+
+        read_recipe(recipe)
         return {"quantize": {"recipe": recipe}}, path
     if above and not path.is_absolute() and (beside := above[-1].parent / path).is_file():
         path = beside

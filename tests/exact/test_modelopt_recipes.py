@@ -153,4 +153,4 @@ def test_what_a_recipe_decides_is_not_decided_twice(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rounding and search are this tool's own"):
         load_recipe("smollm2-135m", ["quantize.by=modelopt", "quantize.rounding=gptq"])
     with pytest.raises(UsageError, match=r"no such recipe; did you mean general/ptq/nvfp4_default-kv_fp8"):
-        read_recipe("modelopt:nvfp4_default-kv_fp8")
+        load_recipe("modelopt:nvfp4_default-kv_fp8")
