@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from qad.numerics.formats import FORMATS
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.linear import QuantizedLinear
-from qad.numerics.nvfp4 import BLOCK_SIZE, saturated_blocks
+from qad.numerics.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, as_blocks
 
 TOLERATED = 0.01  # share of blocks, above which it is warned of
+
+
+def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:
+    """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar. largest: what the calibrated
+    amax is in units of input_scale."""
+    limit = input_scale.float() * largest * (1 + 2.0**-22)  # makes up for what input_scale lost when it was rounded
+    return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
 
 class InputSaturation:

@@ -70,9 +70,7 @@ class QuantizedTensor:
         return dequantize(self, dtype)
 
 
-def from_tensors(*tensors: Tensor) -> QuantizedTensor:
-    """Of a stored module: codes, block scales, global scale."""
-    return QuantizedTensor(*tensors)
+from_tensors = QuantizedTensor  # of a stored module: codes, block scales, global scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,13 +379,6 @@ def fake_quantize_activation_encoded(x: Tensor, encode_scale: Tensor) -> Tensor:
     engine holds: a second reciprocal could change its last bit."""
     _require_blocks(x, "activation")
     return _StraightThrough.apply(x, fake_quantize_activation_blocks, _scalar(encode_scale, x.device))
-
-
-def saturated_blocks(x: Tensor, input_scale: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:
-    """Number of blocks of an activation whose amax exceeds the calibrated one, int64 scalar. largest: what the calibrated
-    amax is in units of input_scale."""
-    limit = input_scale.float() * largest * (1 + 2.0**-22)  # makes up for what input_scale lost when it was rounded
-    return (as_blocks(x.detach()).abs().amax(dim=-1).float() > limit).sum()
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -49,7 +49,7 @@ def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pa
     if not path.is_file():
         shipped = shipped_recipes()
         if recipe not in shipped:
-            if path.suffix in (".yaml", ".yml"):
+            if path.suffix in (".yaml", ".yml") and not path.exists():
                 raise UsageError(f"recipe {recipe} does not exist: check the path, or write one with `qad init`")
             near = difflib.get_close_matches(recipe, shipped, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"shipped recipes: {', '.join(sorted(shipped))}"

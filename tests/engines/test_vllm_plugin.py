@@ -57,6 +57,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     class Fp8(Config):
         pass
 
+    class Moe:
+        is_act_and_mul = False
+
+        def __post_init__(self) -> None:
+            raise NotImplementedError("is_act_and_mul=False is supported only for CUDA")
+
     platform = types.SimpleNamespace(cpu=True)
     custom_ops = module("vllm._custom_ops", scaled_fp8_quant="missing")
     root = module("vllm", __version__="0.32.0", _custom_ops=custom_ops)
@@ -65,6 +71,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     products = module(f"{base}.layers.utils", dispatch_cpu_unquantized_gemm="vLLM's products")
     for name, content in ((base, {}), (f"{base}.layers", {"utils": products}), (f"{base}.layers.fused_moe", {})):
         module(name, **content)
+    module(f"{base}.layers.fused_moe.config", FusedMoEConfig=Moe)
     linear = module(
         f"{base}.kernels.linear",
         _POSSIBLE_NVFP4_KERNELS=kernels,
@@ -108,6 +115,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         fp4=fp4_experts,
         fp8=fp8_experts,
         modelopt=modelopt,
+        moe=Moe,
     )
 
 
@@ -127,6 +135,7 @@ def test_it_registers_kernels_experts_and_float32_and_a_second_call_changes_noth
         assert vllm.fp8.backend_to_kernel_cls(Backend.TRITON) == ["fp8 experts"]
         assert vllm.root._custom_ops.scaled_fp8_quant == "our quantizer"
         assert vllm.fp4.backend_to_kernel_cls(Backend.MARLIN) == vllm.fp8.backend_to_kernel_cls(Backend.MARLIN) == ["vllm MARLIN"]
+        vllm.moe()  # experts without a gate are allowed
         found = dtypes(vllm)
         assert [len(one) for one in found] == [2, 3, 2]
         assert all(one.count(torch.float32) == 1 for one in found)

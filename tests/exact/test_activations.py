@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from qad.numerics import nvfp4
+from qad.numerics import input_saturation, nvfp4
 from qad.numerics.compiled import compilation
 
 exact = pytest.mark.exact
@@ -73,7 +73,7 @@ def test_blocks_above_the_calibrated_amax_saturate_and_are_counted() -> None:
     x[1, 3] = 9.0
     input_scale = nvfp4.global_scale_from_amax(1.0)
     assert nvfp4.fake_quantize_activation(x, input_scale)[1, 3].item() == pytest.approx(1.0)
-    assert nvfp4.saturated_blocks(x, input_scale).item() == 1
+    assert input_saturation.saturated_blocks(x, input_scale).item() == 1
 
 
 @exact
@@ -82,8 +82,8 @@ def test_the_calibrated_amax_itself_does_not_count_and_what_is_an_ulp_of_bf16_ab
     for x in (amax, amax.bfloat16().float()):
         for value in x[:500]:
             block = torch.full((1, 16), value.item())
-            assert nvfp4.saturated_blocks(block, nvfp4.global_scale_from_amax(value)).item() == 0
-            assert nvfp4.saturated_blocks(block * (1 + 2.0**-8), nvfp4.global_scale_from_amax(value)).item() == 1
+            assert input_saturation.saturated_blocks(block, nvfp4.global_scale_from_amax(value)).item() == 0
+            assert input_saturation.saturated_blocks(block * (1 + 2.0**-8), nvfp4.global_scale_from_amax(value)).item() == 1
 
 
 @pytest.mark.in_vllm

@@ -33,6 +33,7 @@ LEAKING = {
     "Qwen3.5 text",
     "Qwen3.5-VL",
     "gpt-oss",
+    "gpt-oss MXFP4",
 }
 
 

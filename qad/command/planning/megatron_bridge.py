@@ -62,6 +62,7 @@ UNSAID: dict[str, tuple[Callable[[Any], bool], str]] = {
         "write a ModelOpt recipe with {quantizer_name: ..., enable: false} for each",
     ),
     "quantize.search": (lambda v: v is None, "no option; ModelOpt's own search is mtq.auto_quantize, a TODO in quantize.py"),
+    "quantize.balance": (lambda v: not v, "give the folder RUN/balanced as the model: it has the original's bits"),
     "quantize.recipe": (lambda v: v is None, "give that file to quantize.py (--recipe)"),
     "quantize.by": (lambda v: v in ("qad", "modelopt"), "ModelOpt quantizes there in any case"),
     "calibrate.headroom": (lambda v: v == 1, "no option; --recipe general/ptq/nvfp4_act_headroom-kv_fp8_cast is the nearest"),

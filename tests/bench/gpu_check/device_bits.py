@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qad.errors import QadError
-from qad.numerics import nvfp4
+from qad.numerics import input_saturation, nvfp4
 from qad.numerics.compiled import compilation, compiler_available
 from qad.numerics.groups import is_degenerate
 from qad.numerics.nibbles import pack, unpack
@@ -150,7 +150,10 @@ def _activation(x: Tensor, given: Given) -> Results:
 
 
 def _saturation(w: Tensor, given: Given) -> Results:
-    return {"inputs": nvfp4.saturated_blocks(w, given.global_scale), "weights": nvfp4.saturated_weight_blocks(w, given.frozen)}
+    return {
+        "inputs": input_saturation.saturated_blocks(w, given.global_scale),
+        "weights": nvfp4.saturated_weight_blocks(w, given.frozen),
+    }
 
 
 def _gradient(w: Tensor, given: Given) -> Results:

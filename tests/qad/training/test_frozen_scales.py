@@ -19,7 +19,7 @@ from qad.arms.arm import KIND, Arm, open_arm, write_arm
 from qad.artifact import MANIFEST, run_stage
 from qad.errors import ArtifactError
 from qad.model.loader import load_model
-from qad.numerics import nvfp4
+from qad.numerics import input_saturation, nvfp4
 from qad.numerics.groups import quantize_group
 from qad.numerics.scale_search import STRATEGIES, search_scales
 from qad.recipes.job import Job, prepare
@@ -382,7 +382,7 @@ def test_headroom_gives_inputs_above_the_calibrated_amax_room(
     with torch.no_grad(), warned, student.saturation.counting():
         student.model.base_model(windows.input_ids_ST, position_ids=windows.position_ids_ST, use_cache=False)
     handle.remove()
-    above = nvfp4.saturated_blocks(seen[0], student.model.get_submodule(first).input_scale).item()
+    above = input_saturation.saturated_blocks(seen[0], student.model.get_submodule(first).input_scale).item()
     assert (above > 0) == (headroom < 1)
     share = student.saturation.shares["saturated_input_share"]
     assert share is not None

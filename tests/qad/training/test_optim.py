@@ -86,12 +86,12 @@ def test_moments_in_8_bits_step_like_adamw_and_are_saved_by_their_parts(tmp_path
     moved = exact.detach() - weight
     assert (eight.detach() - weight - moved).norm() < 0.1 * moved.norm()
 
-    save_state(tmp_path, 2, {"w": eight}, optimizers[1], {"step": 2})
+    save_state(tmp_path, 2, {"w": eight}, optimizers[1], {"step": 2}, {"w": 64})
     stored = load_file(tmp_path / "state-00000002" / "tensors.safetensors")
     assert stored["exp_avg:codes.w"].dtype == torch.uint8
     resumed = weight.clone().requires_grad_()
     again = make_optimizer(settings, {"w": resumed})
-    found = load_state(tmp_path, {"w": resumed}, again)
+    found = load_state(tmp_path, {"w": resumed}, again, {"w": 64})
     assert found is not None
     with torch.no_grad():
         resumed.copy_(found[1]["w"])
@@ -110,6 +110,7 @@ def test_offloaded_moments_give_the_bits_of_adamw(tmp_path: Path) -> None:
     found = {}
     for name in ("adamw", "adamw_offloaded"):
         weights = masters(frozen=(NAMES[3],))
+        lengths = {name: len(weight) for name, weight in weights.items()}
         optimizer = make_optimizer(config(lr=1e-3, lr_scale={"*up_proj*": 0.1}, optimizer=name), weights)
         for step in range(4):
             set_learning_rate(optimizer, 1e-3 / (step + 1))
@@ -118,10 +119,10 @@ def test_offloaded_moments_give_the_bits_of_adamw(tmp_path: Path) -> None:
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        save_state(tmp_path, 4, weights, optimizer, {"step": 4})
+        save_state(tmp_path, 4, weights, optimizer, {"step": 4}, lengths)
         found[name] = load_file(tmp_path / "state-00000004" / "tensors.safetensors")
         again = make_optimizer(config(optimizer=name), weights)
-        assert load_state(tmp_path, weights, again) is not None
+        assert load_state(tmp_path, weights, again, lengths) is not None
         (tmp_path / "state-00000004").rename(tmp_path / name)
     one, other = found.values()
     assert one.keys() == other.keys()
