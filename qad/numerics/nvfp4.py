@@ -70,7 +70,9 @@ class QuantizedTensor:
         return dequantize(self, dtype)
 
 
-from_tensors = QuantizedTensor  # of a stored module: codes, block scales, global scale
+def from_tensors(*tensors: Tensor) -> QuantizedTensor:
+    """Of a stored module: codes, block scales, global scale."""
+    return QuantizedTensor(*tensors)
 
 
 @dataclasses.dataclass(frozen=True)
