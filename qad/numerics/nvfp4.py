@@ -81,10 +81,8 @@ class FrozenScales:
 
     block_scale   float8_e4m3fn  [..., K/16]  positive and finite, 1.0 for a zero block
     global_scale  float32        []           shared by the scale group
-    decided       the weight's codes under these scales, where both were decided together (qad.numerics.gptq): what is stored,
-                  whatever the weight. None: the weight is rounded to nearest
-    start         bfloat16       [..., K]     where training that goes on from decided codes begins, in their cells; None where
-                  none is to
+    decided       the weight's codes, decided with these scales (qad.numerics.gptq): stored as they are. None: rounded to nearest
+    start         bfloat16       [..., K]     where training goes on from decided codes, in their cells; None where none does
     """
 
     block_scale: Tensor
