@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launched import command
+from launched import command, deployed_is_the_export, ended, start, start_command
 
 from qad.arms.arm import Arm, open_arm
 
@@ -107,3 +110,108 @@ def test_ranks_make_what_one_process_makes(name: str, models: dict[str, Path], t
         assert losses(several) == pytest.approx(losses(one), abs=1e-5)
         assert exported(several) == exported(one)
         assert several.facts["training"]["saturation"] == one.facts["training"]["saturation"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"activation_checkpointing": True, "teacher_cache": 16, "trainable": ["*.self_attn.*", "*embed*"]},
+        {"method": "qat", "micro_batch_size": None, "batch_size": 2, "loss_on": "all"},
+    ],
+    ids=["checkpointing and cache", "qat"],
+)
+def test_what_else_trains(asked: dict[str, Any], models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    quantize = {"scales": "mse", "rounding": "gptq"} if "method" in asked else {}
+    written = recipe(models["llama"], text_file, tmp_path, quantize, **asked)
+    one, two = train(1, written, tmp_path / "1"), train(2, written, tmp_path / "2")
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5 if "method" not in asked else 2e-2)
+    assert "method" in asked or exported(two) == exported(one)
+
+
+def test_in_fp32_last_bits_of_masters_differ_and_no_code_that_is_served(
+    models: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    """Gradients are sums in another order; a dynamic global scale is a function of one master, so its last bits differ too."""
+    asked = recipe(models["llama"], text_file, tmp_path)
+    one, two = (train(size, asked, tmp_path / str(size), "--set", "dtype=float32") for size in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    for found, expected in zip(two.quantized(), one.quantized(), strict=True):
+        for module, quantized in found.items():
+            codes, block_scale, global_scale = quantized.tensors
+            assert torch.equal(codes, expected[module].tensors[0])
+            assert torch.equal(block_scale.view(torch.uint8), expected[module].tensors[1].view(torch.uint8))
+            torch.testing.assert_close(global_scale, expected[module].tensors[2], rtol=1e-6, atol=0)
+    differ = [(one.weight(name) - two.weight(name)).abs() for name in one.trained_shapes()]
+    assert max(float(part.max()) for part in differ) < 2e-7
+    assert sum(int((part > 0).sum()) for part in differ) < 0.05 * sum(part.numel() for part in differ)
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "mse"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "nemotron_h"])
+def test_every_deployed_value_is_that_of_the_whole_masters(
+    name: str, scales: str, models: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    asked = recipe(models[name], text_file, tmp_path, {"scales": scales})
+    assert command(1, "ptq", asked, "--out", str(tmp_path / "ptq"), log=tmp_path / "log") == [0], _said(tmp_path)
+    for size in (2, 4):
+        log = tmp_path / f"log{size}"
+        assert ended(start(size, deployed_is_the_export, tmp_path / "ptq", log=log)) == [0] * size
+
+
+def stopped(size: int, rank: int, number: int, rows: int, recipe_: str, out: Path) -> list[int | None]:
+    """Exit codes where a rank was sent a signal once the log had so many lines."""
+    ranks = start_command(size, "train", recipe_, "--out", str(out / "qad"), log=out / "log")
+    log, deadline = out / "qad.partial" / "metrics.jsonl", time.monotonic() + 200
+    while not (log.is_file() and log.read_text().count("\n") >= rows):
+        assert time.monotonic() < deadline, _said(out)
+        time.sleep(0.002)
+    os.kill(ranks[rank].pid, number)
+    return ended(ranks)
+
+
+def test_any_rank_killed_at_any_moment_changes_no_byte(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    asked = recipe(models["llama"], text_file, tmp_path)
+    whole = train(2, asked, tmp_path / "whole")
+    out = tmp_path / "killed"
+    for rank, rows in ((1, 1), (0, 3), (1, 4), (0, 6), (1, 7)):  # behind the first validation .. at the last
+        codes = stopped(2, rank, signal.SIGKILL, rows, asked, out)
+        assert codes[rank] == -signal.SIGKILL
+        assert codes[1 - rank] in (2, 128 + signal.SIGTERM, -signal.SIGTERM)
+    again = train(2, asked, out)
+    assert (again.folder / "weights.safetensors").read_bytes() == (whole.folder / "weights.safetensors").read_bytes()
+    assert losses(again) == losses(whole)
+
+
+def test_one_message_names_a_dead_rank(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    asked = recipe(models["llama"], text_file, tmp_path)
+    codes = stopped(2, 1, signal.SIGKILL, 2, asked, tmp_path)
+    assert codes == [2, -signal.SIGKILL]
+    said = (tmp_path / "log.0").read_text()
+    assert said.count("qad: error: ") == 1
+    assert "qad: error: rank 1 of 2 (" in said
+    codes = stopped(2, 0, signal.SIGKILL, 4, asked, tmp_path)
+    assert codes == [-signal.SIGKILL, 2]
+    assert "qad: error: rank 0 of 2 (" in (tmp_path / "log.1").read_text()
+
+
+def test_a_signal_to_one_rank_saves_and_any_number_goes_on(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    asked = recipe(models["qwen3_moe"], text_file, tmp_path, save_every=100, validate_every=6)
+    whole = train(2, asked, tmp_path / "whole")
+    out = tmp_path / "stopped"
+    assert stopped(2, 1, signal.SIGTERM, 3, asked, out) == [143, 143]
+    assert len(list((out / "qad.partial").glob("state-*"))) == 1
+    assert stopped(4, 3, signal.SIGTERM, 5, asked, out) == [143] * 4
+    again = train(1, asked, out)
+    assert losses(again) == pytest.approx(losses(whole), abs=1e-5)
+    assert exported(again) == exported(whole)
+
+
+def test_what_ranks_cannot_share_is_refused_at_once(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    for settings, said in (({"batch_size": 5}, "train.batch_size 5"), ({"optimizer": "adamw8bit"}, "adamw8bit works in one")):
+        asked = recipe(models["llama"], text_file, tmp_path, **settings)
+        codes = command(2, "train", asked, "--out", str(tmp_path / "qad"), log=tmp_path / "log")
+        assert codes[0] == 2
+        assert said in (tmp_path / "log.0").read_text()
+        assert (tmp_path / "log.1").read_text().count("qad: error") == 0
+    assert command(2, "keys", log=tmp_path / "log") == [2, 2]
+    assert "without torchrun" in (tmp_path / "log.0").read_text()
