@@ -96,7 +96,7 @@ $(VLLM_VENV)/.done: pyproject.toml
 test-in-vllm: vllm-env
 	REQUIRE=in_vllm $(VLLM_VENV)/bin/python -m pytest -q -o filterwarnings=default -m in_vllm \
 		tests/engines/test_exclusion_rules.py tests/engines/test_families.py \
-		tests/engines/test_nvfp4_cache.py tests/exact/test_activations.py
+		tests/engines/test_nvfp4_cache.py tests/engines/test_draft_names.py tests/exact/test_activations.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) runs models build *.egg-info

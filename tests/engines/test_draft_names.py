@@ -100,6 +100,7 @@ HEADS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process() -> None:
+    pytest.importorskip("vllm.config")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
