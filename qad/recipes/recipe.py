@@ -366,6 +366,11 @@ class Recipe(_Strict):
             )
         if self.quantize.balance and self.calibrate is None:
             raise ValueError("quantize.balance measures channels on text: give calibrate.data")
+        if self.quantize.balance and self.measure.fidelity and self.measure.fidelity.split:
+            raise ValueError(
+                "measure.fidelity.split gives the original's weights the arm's inputs, which after quantize.balance are those of "
+                "other weights: leave one of the two out"
+            )
         weights_only = not any(map(quantizes_activations, (self.quantize.format, *self.quantize.formats.values())))
         if self.calibrate is None and not (weights_only and self.quantize.kv_cache in ("off", "cast")):
             raise ValueError(

@@ -16,7 +16,7 @@ def test_a_study_is_a_recipe_that_says_its_own_command(path: Path) -> None:
     recipe = load_recipe(str(path))
     assert f"qad run studies/{path.name} --out runs/{path.stem}" in path.read_text(encoding="utf-8")
     assert recipe.measure.fidelity is not None
-    assert recipe.measure.fidelity.split
+    assert recipe.measure.fidelity.split is not recipe.quantize.balance
     assert recipe.quantize.scales == "mse"
 
 
