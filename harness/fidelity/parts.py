@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from harness.fidelity.distance import measure_fidelity
 from harness.records.record import FidelityData, FidelityStratum
+from qad.errors import UsageError
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.linear import QuantizedLinear
 from qad.text.sight import Seen
@@ -31,10 +32,15 @@ def measure_parts(
     data_name: str,
     seen: Sequence[Seen | None] = (),
 ) -> dict[str, list[FidelityStratum]]:
-    """Both parts of every student that quantizes inputs, as `measure_fidelity` measures the whole; the others are left out."""
+    """Both parts of every student that quantizes inputs, as `measure_fidelity` measures the whole; the others are left out.
+
+    Raises UsageError for a student whose channels were evened out otherwise than the teacher's.
+    """
     quantizing = {name: student for name, student in students.items() if any(_quantizing(student))}
     if not quantizing:
         return {}
+    for name, student in quantizing.items():
+        _require_same_channels(name, student, teacher)
     found: dict[str, list[FidelityStratum]] = {name: [] for name in quantizing}
     for part, changed in ((WEIGHTS, _inputs_as_they_are), (INPUTS, _weights_of)):
         with contextlib.ExitStack() as stack:
@@ -44,6 +50,19 @@ def measure_parts(
                 if name in found:
                     found[name].append(_stratum(part, data))
     return found
+
+
+def _require_same_channels(name: str, student: nn.Module, teacher: nn.Module) -> None:
+    """Training moves a norm's weights by per cents, `quantize.balance` many of them by powers of two."""
+    theirs = dict(teacher.named_parameters())
+    for key, weight in student.named_parameters():
+        if weight.ndim == 1 and key.endswith("norm.weight"):
+            ratio = (weight.float() / theirs[key].to(weight.device).float()).abs()
+            if ((ratio > 1.9) | (ratio < 0.53)).float().mean() > 0.1:
+                raise UsageError(
+                    f"{name}: channels were evened out (quantize.balance: {key} is another): the original's weights do not fit "
+                    "its inputs: give RUN/balanced as --teacher, which has the original's bits, or leave --split out"
+                )
 
 
 def _quantizing(model: nn.Module) -> Iterator[QuantizedLinear | ExpertInputs]:

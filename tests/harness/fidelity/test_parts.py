@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from harness.compare.recovery import compare
@@ -15,6 +16,7 @@ from harness.fidelity.distance import measure_fidelity
 from harness.fidelity.parts import measure_parts
 from harness.fidelity.section import measure_distances
 from harness.records.record import FidelityStratum, Record, from_json, to_json
+from qad.errors import UsageError
 from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.recipes.recipe import Fidelity
 from qad.text.packing import Sequences
@@ -50,6 +52,14 @@ def test_the_parts_are_those_of_models_made_by_hand(tiny: LoadedModel, packed_di
     assert all(sum(part.kl_sum) > 0 for part in found)
     assert torch.equal(student(text().pairs[0][1][None], use_cache=False).logits, before)
     assert measure_parts({"ptq": weights_only}, tiny.model, text().pairs, "text") == {}, "no input is quantized"
+
+
+def test_evened_channels_are_told_and_refused(tiny: LoadedModel, packed_dir: Path) -> None:
+    student: Any = load(packed_dir, "float32", "cpu").model
+    with torch.no_grad():
+        student.model.layers[0].input_layernorm.weight[::4] *= 2
+    with pytest.raises(UsageError, match=r"ptq: channels were evened out.*RUN/balanced as --teacher"):
+        measure_parts({"ptq": student}, tiny.model, text().pairs, "text")
 
 
 def test_the_report_says_where_it_sits(tiny: LoadedModel, packed_dir: Path) -> None:
