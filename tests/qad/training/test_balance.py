@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,7 @@ from qad.training.stages import ptq_arm
 
 KINDS = ["input_layernorm -> q_proj k_proj v_proj", "up_proj -> down_proj", "v_proj -> o_proj"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_eager_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QAD_COMPILE", "0")
-        yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [{"text": f"The heron {i} waits for fish {7 * i}. He counts {i * i} sacks of flour." * 3} for i in range(200)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+pytestmark = pytest.mark.usefixtures("one_eager_thread")
 
 
 def job(model: Path, text: Path, dtype: str = "float32", **quantize: object) -> Job:
