@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from harness.records.comparison import Comparison, Estimate
-from harness.records.record import Record
+from harness.records.record import PLAIN, Record
 from qad.untrusted import clean, utf8
 from reports.load import Run
 from reports.sections.engine_parity import parity_of
@@ -123,6 +123,7 @@ def estimates(comparison: Comparison) -> Iterator[dict[str, Any]]:
         for name, unit in (("kl", "nats"), ("top1", "share"), ("perplexity", "perplexity"), ("perplexity_ratio", "ratio")):
             yield from row(name, arm, getattr(found, name), unit, against="bf16" if name != "perplexity" else "")
     yield from row("kl_ratio", "qad", comparison.kl_ratio, "ratio", against="ptq")
+    yield from row("kl_ratio", "qad", comparison.kl_ratio_plain, "ratio", against=PLAIN)
     yield from row("perplexity_gap_closed", "qad", comparison.perplexity_gap_closed, "share", against="ptq")
     for arm, ratios in comparison.throughput_ratio.items():
         for phase, ratio in ratios.items():

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.compare.comparable import BASELINE
 from harness.records.comparison import Estimate, FidelityRow
-from harness.records.record import Continuation, FidelityData, FidelitySequence, FidelityStratum, Record
+from harness.records.record import PLAIN, Continuation, FidelityData, FidelitySequence, FidelityStratum, Record
 from harness.statistics.intervals import Floats, Ints, cluster_index, mean_interval, renumbered
 from harness.statistics.resampling import ratio_of_sums
 from qad.errors import DataError
@@ -26,8 +26,9 @@ TEACHER_TOLERANCE = 1e-3
 @dataclasses.dataclass(frozen=True)
 class Distances:
     rows: dict[str, FidelityRow]
-    kl_ratio: Estimate | None
-    gap_closed: Estimate | None
+    kl_ratio: Estimate | None = None
+    kl_ratio_plain: Estimate | None = None
+    gap_closed: Estimate | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +65,14 @@ def compare_fidelity(arms: dict[str, Record], notes: list[str]) -> Distances:
         else:
             data[arm] = record.data
     if not data:
-        return Distances({}, None, None)
+        return Distances({})
     _require_same_text(data)
     sums = {arm: _Sums.of(entry) for arm, entry in data.items()}
     cluster = cluster_index([s.cluster for s in next(iter(data.values())).sequences])
     rows = {arm: _row(data[arm], sums[arm], cluster) for arm in data}
-    if "ptq" not in sums or "qad" not in sums:
-        return Distances(rows, None, None)
-    return Distances(rows, _kl_ratio(sums, cluster, notes), _gap_closed(sums, cluster, notes))
+    against = [arm for arm in ("ptq", PLAIN) if "qad" in sums and arm in sums]
+    ratios = {arm: _kl_ratio(sums, arm, cluster, notes) for arm in against}
+    return Distances(rows, ratios.get("ptq"), ratios.get(PLAIN), _gap_closed(sums, cluster, notes) if "ptq" in ratios else None)
 
 
 def _require_same_text(data: dict[str, FidelityData]) -> None:
@@ -135,10 +136,10 @@ def _continuations(entries: list[Continuation]) -> dict[str, Estimate]:
     }
 
 
-def _kl_ratio(sums: dict[str, _Sums], cluster: Ints, notes: list[str]) -> Estimate | None:
-    top, bottom = sums["qad"].kl, sums["ptq"].kl
+def _kl_ratio(sums: dict[str, _Sums], against: str, cluster: Ints, notes: list[str]) -> Estimate | None:
+    top, bottom = sums["qad"].kl, sums[against].kl
     if not bottom.sum() > 0:
-        notes.append("KL of qad / KL of ptq is n/a: ptq does not differ from its teacher")
+        notes.append(f"KL of qad / KL of {against} is n/a: {against} does not differ from its teacher")
         return None
     return ratio_of_sums(top, bottom, cluster, log=_positive(top, cluster) and _positive(bottom, cluster))
 

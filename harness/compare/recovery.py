@@ -77,6 +77,7 @@ def _compare(records: list[Record], margin: float) -> Comparison:
         worst={arm: worst for arm in medians if (worst := worst_of(arm, rows))},
         fidelity=fidelity.rows,
         kl_ratio=fidelity.kl_ratio,
+        kl_ratio_plain=fidelity.kl_ratio_plain,
         perplexity_gap_closed=fidelity.gap_closed,
         throughput_ratio=compare_throughput(kinds.get("throughput", {}), notes),
         not_compared=notes,

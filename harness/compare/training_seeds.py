@@ -133,7 +133,7 @@ def _together(each: list[Comparison]) -> Comparison:
     )
 
 
-_FOLDED = ("median_recovery", "fidelity", "kl_ratio", "perplexity_gap_closed", "median_gain")
+_FOLDED = ("median_recovery", "fidelity", "kl_ratio", "kl_ratio_plain", "perplexity_gap_closed", "median_gain")
 _OF_ONE = ("throughput_ratio", "memory_ratio", "failure_share", "serving_ratio", "noise_floor", "sources")
 
 

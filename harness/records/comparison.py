@@ -195,6 +195,7 @@ class Comparison:
     median_recovery: per arm, over the headline rows that have a recovery.
     worst: label and recovery of the lowest of all rows.
     kl_ratio: KL of qad / KL of ptq.
+    kl_ratio_plain: KL of qad / KL of ptq_plain.
     perplexity_gap_closed: (ptq - qad) / (ptq - bf16); None unless the interval of the PTQ gap lies above 0.
     throughput_ratio: arm -> phase (with its shape where a phase was measured at several) -> speed / bf16's.
     not_compared: what was left out and why.
@@ -225,6 +226,7 @@ class Comparison:
     contrasts: list[Contrast] = dataclasses.field(default_factory=list)
     median_gain: Estimate | None = None
     memory_ratio: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    kl_ratio_plain: Estimate | None = None
     failure_share: dict[str, Estimate] = dataclasses.field(default_factory=dict)
     emulated: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)

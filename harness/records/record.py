@@ -32,7 +32,8 @@ from qad.untrusted import clean, strict_json, utf8
 SCHEMA_VERSION = 1
 GPU_GIGABYTES = (24, 32, 48, 80, 96, 141, 192)  # memory of cards; counted as 10^9 bytes, which is what one has at least
 ARMS = ("bf16", "ptq", "qad")  # what every run has
-NAMED_ARMS = ("bf16", "ptq", "qat", "qad")  # in the order of tables; other arms come behind, by name
+PLAIN = "ptq_plain"  # as other tools quantize, see `quantize.plain`
+NAMED_ARMS = ("bf16", PLAIN, "ptq", "qat", "qad")  # in the order of tables; other arms come behind, by name
 STOP, LENGTH, ERROR = "stop", "length", "error"  # how an answer ended, see `Outputs.finish`
 SERVER = "server"  # the engine's name where requests went to one
 
@@ -44,6 +45,8 @@ def arm_order(arm: str) -> tuple[int, str]:
 
 def arm_label(arm: str) -> str:
     """How a text calls an arm: its name, in capitals where it is one of the method's."""
+    if arm == PLAIN:
+        return "plain PTQ"
     return arm.upper() if arm in NAMED_ARMS else arm
 
 

@@ -14,6 +14,7 @@ RUN/teacher_cache                       the teacher's distributions, where train
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import time
@@ -34,6 +35,7 @@ from harness.measure.arms import KINDS, Measuring
 from harness.measure.subject import Subject
 from harness.records.comparison import Comparison
 from harness.records.record import Record
+from qad.arms.arm import DYNAMIC, NEAREST
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
 from qad.command.compare import noise_lines, verdict_on
 from qad.command.planning.machine import require_room
@@ -47,6 +49,7 @@ from qad.numerics.compiled import compilation
 from qad.place import require_writable, write_whole, writing
 from qad.provenance import now
 from qad.recipes.job import Job, prepare, require_enough_text
+from qad.recipes.quantize import PLAIN
 from qad.recipes.recipe import Recipe
 from qad.training.balance.balanced import balanced
 from qad.training.search.choice import searched
@@ -102,7 +105,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None], redo: bool = Fals
     _require_run_folder(out)
     kinds = [kind for kind in KINDS if getattr(recipe.measure, kind)]
     before = recipe.quantize.balance + bool(recipe.quantize.search)
-    clock = Stopwatch(say, 6 + before + 2 * len(recipe.methods) + len(kinds))
+    clock = Stopwatch(say, 4 + before + 2 * len(recipe.quantized) + len(kinds))
     with only_one(out), tracking(recipe, out.name) as tracker:
         with clock("prepare"):
             job = prepare(recipe, say, out / "text")
@@ -140,6 +143,9 @@ def _run(
     arms, exports = out / "arms", out / "export"
     with clock("arm bf16"):
         bf16_arm(original, arms / "bf16", replace=True)
+    if recipe.quantize.plain:
+        with clock(f"arm {PLAIN}"):
+            made(ptq_arm(_plainly(original), arms / PLAIN, replace=True))
     with clock("arm ptq (calibrate)"):
         made(ptq_arm_by(job, arms / "ptq", replace=True))
     for method in recipe.methods:
@@ -156,7 +162,7 @@ def _run(
                     watch=functools.partial(tracker.log, method),
                 )
             )
-    for name in ("ptq", *recipe.methods):
+    for name in recipe.quantized:
         with clock(f"export {name}"):
             made(export(job, arms / name, exports / name, say))
     measuring = Measuring(_subjects(original, exports), recipe.measure, lambda: job.text["test"], out, say)
@@ -174,6 +180,13 @@ def _run(
     return report
 
 
+def _plainly(job: Job) -> Job:
+    """The same job, quantized as other tools do it that calibrate alone."""
+    usual = {"scales": DYNAMIC, "rounding": NEAREST, "balance": False, "plain": False}
+    quantize = job.recipe.quantize.model_copy(update=usual)
+    return dataclasses.replace(job, recipe=job.recipe.model_copy(update={"quantize": quantize}))
+
+
 def ptq_arm_by(job: Job, out: Path, replace: bool = False) -> Artifact:
     """The PTQ arm by whom the recipe says. ModelOpt's export lies in a folder `modelopt` of the run, or beside the arm."""
     if job.recipe.quantize.by == "qad":
@@ -185,7 +198,7 @@ def ptq_arm_by(job: Job, out: Path, replace: bool = False) -> Artifact:
 
 def _subjects(job: Job, exports: Path) -> list[Subject]:
     """BF16 is the source, the other arms are their exported folders."""
-    folders = {"bf16": job.source.folder, **{arm: exports / arm for arm in ("ptq", *job.recipe.methods)}}
+    folders = {"bf16": job.source.folder, **{arm: exports / arm for arm in job.recipe.quantized}}
     name, seed = job.source.display_name, job.recipe.seed
     return [Subject.open(arm, folder, job.dtype, seed, name) for arm, folder in folders.items()]
 

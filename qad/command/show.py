@@ -9,6 +9,7 @@ from typing import Any
 
 from qad.artifact import MANIFEST, open_artifact
 from qad.errors import ArtifactError
+from qad.recipes.quantize import PLAIN
 from qad.untrusted import clean, mapping, strict_json
 from qad.untrusted.yaml_text import read_yaml
 
@@ -48,7 +49,8 @@ def _run(folder: Path) -> str:
     method = mapping(train).get("method", "qad")
     methods = [] if train is None else [method] if isinstance(method, str) else [*method]
     validated = mapping(recipe.get("arms"))
-    arms = [*validated] or ["bf16", "ptq", *methods]
+    plain = [PLAIN] if mapping(recipe.get("quantize")).get("plain") else []
+    arms = [*validated] or ["bf16", *plain, "ptq", *methods]
     lines = [f"{'validation' if validated else 'run'} of {clean(str(recipe.get('model') or validated.get('bf16')), 200)}"]
     missing: list[str] = []
     for arm in arms:

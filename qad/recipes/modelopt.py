@@ -32,7 +32,8 @@ from qad.model.families import family_of
 from qad.model.names import names_of
 from qad.numerics.formats import FP8, NVFP4, W4A16_NVFP4
 from qad.recipes.load import MODELOPT, parse_recipe
-from qad.recipes.recipe import BF16, Quantize, Recipe, Search
+from qad.recipes.quantize import BF16, Quantize, Search
+from qad.recipes.recipe import Recipe
 from qad.untrusted import clean, mapping
 
 _FOUR_OVER_SIX = {"fp8_scale_sweep": False, "start_multiplier": 1.0, "stop_multiplier": 1.5, "step_size": 0.5}

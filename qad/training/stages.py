@@ -72,6 +72,7 @@ def _keep_keys(train: dict[str, Any]) -> None:
 
 def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
+    del section["plain"]  # another arm
     if section["rounding"] == GPTQ:  # whether the arm holds where training begins
         section["start"] = recipe.train is not None
     usual = {"rounding": NEAREST, "kv_format": FP8, "search": None, "recipe": None, "by": "qad", "balance": False}

@@ -158,6 +158,7 @@ def token_kl(comparison: Comparison) -> Table | None:
 def qad_against_ptq(comparison: Comparison) -> Table | None:
     entries = [
         ("KL of QAD / KL of PTQ", "below 100 %: QAD is nearer to the teacher", comparison.kl_ratio),
+        ("KL of QAD / KL of plain PTQ", "scales from the largest weight, rounded to nearest", comparison.kl_ratio_plain),
         ("Perplexity gap closed", "(PTQ − QAD) / (PTQ − BF16)", comparison.perplexity_gap_closed),
     ]
     rows = [

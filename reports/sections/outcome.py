@@ -53,7 +53,9 @@ def _fidelity(comparison: Comparison) -> str:
             parts.append(f"raises the KL divergence to the BF16 teacher to {size} of PTQ's")
         else:
             parts.append(f"leaves the KL divergence to the BF16 teacher where it was, {size} of PTQ's")
-    return f"QAD {' and '.join(parts)}." if parts else ""
+    if comparison.kl_ratio_plain:
+        parts.append(f"has {_share(comparison.kl_ratio_plain)} of plain PTQ's")
+    return f"QAD {people_list(parts)}." if parts else ""
 
 
 def _recovery(comparison: Comparison) -> str:

@@ -16,7 +16,8 @@ import yaml
 from harness.compare.policy import load_policy
 from qad.command.cli import _parser
 from qad.recipes.load import load_recipe
-from qad.recipes.recipe import Measure, Quantize, Train
+from qad.recipes.quantize import Quantize
+from qad.recipes.recipe import Measure, Train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]

@@ -149,6 +149,24 @@ def test_qat_joins_a_finished_run_as_an_arm_of_its_own(finished: tuple[Path, Pat
     assert rows[-1]["val_cross_entropy"] < rows[0]["val_cross_entropy"]
 
 
+def test_a_plain_ptq_beside_the_asked_one_is_what_a_plain_run_exports(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe, run = finished
+    out = tmp_path / "out"
+    asked = ["--set", "quantize.scales=mse", "--set", "quantize.plain=true", "--set", "measure.accuracy=null"]
+    assert main(["run", str(recipe), "--out", str(out), "--set", "measure.throughput=null", *asked]) == 0
+    plain, usual, other = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (out / "export" / "ptq_plain", run / "export" / "ptq", out / "export" / "ptq")
+    )
+    assert plain == usual
+    assert plain != other
+    assert "| BF16 | plain PTQ | PTQ | QAD |" in (out / "report" / "report.md").read_text()
+    ratio = json.loads((out / "report" / "report.json").read_text())["comparison"]["kl_ratio_plain"]
+    kl = {arm: json.loads((out / "measure" / arm / "fidelity.json").read_text())["data"] for arm in ("ptq_plain", "qad")}
+    sums = {arm: sum(sequence["kl_sum"] for sequence in data["sequences"]) for arm, data in kl.items()}
+    assert ratio["value"] == pytest.approx(sums["qad"] / sums["ptq_plain"])
+
+
 def test_a_second_run_does_nothing_again(finished: tuple[Path, Path]) -> None:
     recipe, run = finished
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and run / "report" not in p.parents}

@@ -63,6 +63,7 @@ UNSAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "quantize.search": (lambda v: v is None, "no option; ModelOpt's own search is mtq.auto_quantize, a TODO in quantize.py"),
     "quantize.balance": (lambda v: not v, "give the folder RUN/balanced as the model: it has the original's bits"),
+    "quantize.plain": (lambda v: not v, "quantize.py without a recipe of its own makes that one"),
     "quantize.recipe": (lambda v: v is None, "give that file to quantize.py (--recipe)"),
     "quantize.by": (lambda v: v in ("qad", "modelopt"), "ModelOpt quantizes there in any case"),
     "calibrate.headroom": (lambda v: v == 1, "no option; --recipe general/ptq/nvfp4_act_headroom-kv_fp8_cast is the nearest"),

@@ -15,7 +15,8 @@ from qad.command.planning.preflight import require_measurable
 from qad.command.planning.scale import config_alone, config_shape, scale_lines
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
-from qad.recipes.recipe import BF16, Measure, Recipe, Train
+from qad.recipes.quantize import BF16
+from qad.recipes.recipe import Measure, Recipe, Train
 from qad.text.data import Generations
 from qad.training.search.sensitivity import units_of
 

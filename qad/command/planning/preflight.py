@@ -53,7 +53,7 @@ def _require_engine(job: Job) -> None:
 
 def _require_tasks(job: Job, out: Path | None) -> None:
     section = job.recipe.measure.accuracy
-    arms = ("bf16", "ptq", *job.recipe.methods)
+    arms = ("bf16", *job.recipe.quantized)
     if section is None or (out and all((out / "measure" / arm / "accuracy.json").is_file() for arm in arms)):
         return
     Scoring.of(section, job.recipe.seed).require_data()

@@ -29,7 +29,7 @@ from qad.model.source import Checkpoint
 from qad.model.streamed import streamed_model
 from qad.progress import Progress
 from qad.recipes.job import Job
-from qad.recipes.recipe import BF16, Quantize
+from qad.recipes.quantize import BF16, Quantize
 from qad.text.windows import WindowSet
 from qad.training.search.fisher import estimated
 from qad.training.search.sensitivity import BATCH, Treatment, Unit, sensitivities, units_of

@@ -33,7 +33,7 @@ from qad.numerics.linear import quantize_input
 from qad.numerics.nvfp4 import FrozenScales
 from qad.numerics.scale_search import search_scales
 from qad.numerics.widened import widened_linears
-from qad.recipes.recipe import BF16
+from qad.recipes.quantize import BF16
 from qad.text.windows import Windows, WindowSet
 from qad.training.calibrate import AmaxObserver, forward_to, group_input_scales
 from qad.training.chunked import TeacherLogits, chunked_loss
