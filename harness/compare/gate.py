@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from harness.compare.policy import AtLeast, AtMost, Policy, SpeedUp
+from harness.compare.policy import AtLeast, AtMost, Policy, Served, SpeedUp
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate, FidelityRow, standing
 from harness.records.record import ARMS, arm_label
 from harness.records.verdict import FAIL, INCONCLUSIVE, PASS, Check, Verdict
@@ -24,7 +24,7 @@ from qad.errors import DataError
 
 BASELINE, PTQ, QAD = ARMS
 _Z = NormalDist().inv_cdf(0.975)  # of the 95 % intervals that a comparison holds
-Threshold = AtLeast | AtMost | SpeedUp
+Threshold = AtLeast | AtMost | SpeedUp | Served
 Form = Callable[..., str]  # value, and the limit that it is to be told from -> text with unit
 
 
@@ -103,11 +103,14 @@ def _chance(probability: float) -> str:
 def _next_action(comparison: Comparison, arm: str, check: Check, outcomes: dict[str, str]) -> str:
     """One line for somebody who has to decide."""
     if check.outcome == PASS:
-        return f"deploy {arm_label(arm)}"
+        enough = ", or PTQ, which passes without training" if arm == QAD and outcomes.get(PTQ) == PASS else ""
+        return f"deploy {arm_label(arm)}{enough}"
     better = next((name for name, outcome in outcomes.items() if outcome == PASS), None)
     if better is not None:
         return f"deploy {arm_label(better)}, which passes"
     train = "train QAD" if arm == PTQ and QAD not in outcomes else "train longer, or on text nearer to what is served"
+    if check.threshold in _NOT_TRAINED and check.outcome == FAIL:
+        return _NOT_TRAINED[check.threshold]
     if check.outcome == FAIL:
         return f"{train}; or give sensitive modules another format (quantize.formats)"
     needed = [c.items_needed for c in comparison.contrasts if (c.arm, c.against) == (arm, BASELINE) and c.items_needed]
@@ -119,13 +122,21 @@ def _next_action(comparison: Comparison, arm: str, check: Check, outcomes: dict[
     return f"undecided: {more}, or {train}"
 
 
+_NOT_TRAINED = {  # what to do where no training helps
+    "memory_ratio": "quantize more of the model (quantize.include, quantize.formats)",
+    "speed_up": "measure on the hardware and at the load that will serve it",
+    "served": "measure on the hardware and at the load that will serve it",
+    "failure_share": "read why requests failed, in the report",
+}
+
+
 def _outcome(checks: list[Check]) -> str:
     found = {check.outcome for check in checks}
     return FAIL if FAIL in found else INCONCLUSIVE if INCONCLUSIVE in found else PASS
 
 
 def _checks(comparison: Comparison, policy: Policy, arm: str) -> list[Check]:
-    of_several = {"median_recovery": _median, "worst_benchmark": _worst, "speed_up": _speed}
+    of_several = {"median_recovery": _median, "worst_benchmark": _worst, "speed_up": _speed, "served": _served}
     return [
         of_several[name](comparison, arm, threshold)
         if name in of_several
@@ -213,6 +224,16 @@ def _speed(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     return check
 
 
+def _served(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
+    """Of the loads that were asked of both servers the one that gained least."""
+    assert isinstance(threshold, Served)
+    cells = comparison.serving_ratio.get(arm, {})
+    found = {name: ratios[threshold.metric] for name, ratios in cells.items() if threshold.metric in ratios}
+    worst = min(found, key=lambda name: found[name].value, default="")
+    what = f"served {threshold.metric} relative to BF16" + (f" at {worst}" if worst else "")
+    return _check("served", what, threshold, found.get(worst), _times)
+
+
 def _check(threshold_name: str, name: str, threshold: Threshold, found: Estimate | None, form: Form) -> Check:
     if isinstance(threshold, AtMost):
         limit, rule = threshold.at_most, f"{name} at most {form(threshold.at_most)}"
@@ -253,7 +274,10 @@ def _holds(found: Estimate, limit: float, at_most: bool) -> float:
 def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]) -> str:
     outcome = outcomes[arm]
     named = "; ".join(dict.fromkeys(check.why for check in checks if check.outcome == outcome))
-    lead = _lead(comparison, arm)
+    asked = any("recovery" in check.rule for check in checks)
+    lead = (
+        _lead(comparison, arm) if asked or arm in comparison.median_recovery else f"{arm_label(arm)} is judged without benchmarks"
+    )
     if outcome == PASS:
         text = f"{lead}: QAD is not needed." if arm == PTQ else f"{lead}."
         text += f" Every threshold of {policy.name} holds."

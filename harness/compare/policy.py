@@ -8,6 +8,7 @@
     top1:            {at_least: 0.9}       # share of tokens
     memory_ratio:    {at_most: 0.4}        # bytes on disk / BF16's
     speed_up:        {at_least: 1.5, phase: decode}
+    served:          {at_least: 1.2, metric: tokens_per_s}   # of every load asked of the servers; or ttft_ms, tpot_ms
     failure_share:   {at_most: 0.01}       # failed / sent requests
     confidence:      0.95                  # of the interval that a threshold is held against (this is the default)
 
@@ -17,7 +18,7 @@ Every threshold is optional, at least one is there. A threshold holds for the wh
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -44,6 +45,13 @@ class SpeedUp(Strict):
     phase: str = "decode"
 
 
+class Served(Strict):
+    """metric: tokens_per_s, or bf16's ttft_ms or tpot_ms over the arm's: above 1 is better in all."""
+
+    at_least: Share
+    metric: Literal["tokens_per_s", "ttft_ms", "tpot_ms"] = "tokens_per_s"
+
+
 class Policy(Strict):
     name: str
     about: str = ""
@@ -53,6 +61,7 @@ class Policy(Strict):
     top1: AtLeast | None = None
     memory_ratio: AtMost | None = None
     speed_up: SpeedUp | None = None
+    served: Served | None = None
     failure_share: AtMost | None = None
     confidence: Annotated[float, pydantic.Field(gt=0.5, lt=1)] = 0.95
 
@@ -63,7 +72,7 @@ class Policy(Strict):
         return self
 
     @property
-    def thresholds(self) -> dict[str, AtLeast | AtMost | SpeedUp]:
+    def thresholds(self) -> dict[str, AtLeast | AtMost | SpeedUp | Served]:
         """Name -> threshold, of those that are given."""
         return {name: found for name in THRESHOLDS if (found := getattr(self, name)) is not None}
 

@@ -200,5 +200,5 @@ def _policy(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="drop-1pct",
         metavar="FILE",
-        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first (default: drop-1pct)",
+        help="YAML file, or drop-1pct, drop-half-pct, mlperf-99, size-first, served-faster (default: drop-1pct)",
     )

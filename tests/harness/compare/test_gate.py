@@ -140,12 +140,13 @@ def test_everything_not_measured_is_named() -> None:
         top1={"at_least": 0.9},
         memory_ratio={"at_most": 0.4},
         speed_up={"at_least": 1.2},
+        served={"at_least": 1.2},
         failure_share={"at_most": 0.01},
     )
     empty = Comparison(["bf16", "ptq"], [], {}, {}, {}, None, None, {}, [])
     found = judge(empty, everything)
     assert found.outcome == INCONCLUSIVE
-    assert [check.outcome for check in found.checks] == [INCONCLUSIVE] * 7
+    assert [check.outcome for check in found.checks] == [INCONCLUSIVE] * 8
     for name in (
         "median recovery",
         "recovery of every benchmark",
@@ -153,6 +154,7 @@ def test_everything_not_measured_is_named() -> None:
         "top-1 agreement",
         "size on disk",
         "decode speed",
+        "served tokens_per_s",
         "share of failed requests",
     ):
         assert f"{name} was not measured" in found.paragraph.replace(" with BF16 was", " was").replace(
@@ -176,17 +178,29 @@ def test_the_other_thresholds() -> None:
         memory_ratio={"qad": estimate(0.433, 0.433, 0.433)},
         throughput_ratio={"qad": {"decode": estimate(1.8, 1.7, 1.9)}},
         failure_share={"qad": estimate(0.0, 0.0, 0.004, 1000)},
+        serving_ratio={
+            "qad": {
+                "concurrency 1": {"tokens_per_s": estimate(1.6, 1.5, 1.7), "ttft_ms": estimate(0.9, 0.8, 0.95)},
+                "concurrency 8": {"tokens_per_s": estimate(1.4, 1.3, 1.5)},
+            }
+        },
     )
     outcomes = {
         "kl": ({"at_most": 0.22}, {"at_most": 0.2}, {"at_most": 0.17}),
         "top1": ({"at_least": 0.73}, {"at_least": 0.75}, {"at_least": 0.78}),
         "speed_up": ({"at_least": 1.7}, {"at_least": 1.75}, {"at_least": 2.0}),
+        "served": ({"at_least": 1.3}, {"at_least": 1.35}, {"at_least": 1.55}),
     }
     for name, thresholds in outcomes.items():
         assert [judge(measured, policy(**{name: t})).outcome for t in thresholds] == [PASS, INCONCLUSIVE, FAIL], name
     assert judge(measured, policy(memory_ratio={"at_most": 0.433})).outcome == PASS
     assert judge(measured, policy(memory_ratio={"at_most": 0.4})).outcome == FAIL
     assert judge(measured, policy(failure_share={"at_most": 0.01})).outcome == PASS
+    shrunk = judge(measured, policy(memory_ratio={"at_most": 0.4}))
+    assert shrunk.next_action == "quantize more of the model (quantize.include, quantize.formats)"
+    slower = judge(measured, policy(served={"at_least": 1.0, "metric": "ttft_ms"}))
+    assert (slower.outcome, slower.reason.partition(" is ")[0]) == (FAIL, "served ttft_ms relative to BF16 at concurrency 1")
+    assert "no recovery" not in judge(dataclasses.replace(measured, median_recovery={}), policy(kl={"at_most": 0.3})).paragraph
     emulated = judge(dataclasses.replace(measured, emulated=["qad"]), policy(speed_up={"at_least": 1.7}))
     assert emulated.outcome == INCONCLUSIVE
     assert "without FP4 arithmetic" in emulated.paragraph
@@ -200,7 +214,7 @@ def test_there_has_to_be_an_arm() -> None:
 
 
 def test_shipped_policies_load() -> None:
-    assert shipped_names(SHIPPED) == ["drop-1pct", "drop-half-pct", "mlperf-99", "size-first"]
+    assert shipped_names(SHIPPED) == ["drop-1pct", "drop-half-pct", "mlperf-99", "served-faster", "size-first"]
     for name in shipped_names(SHIPPED):
         found = load_policy(name)
         assert found.name == name
@@ -229,5 +243,5 @@ def test_a_policy_is_read_strictly(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_an_unknown_policy_names_the_shipped_ones() -> None:
-    with pytest.raises(UsageError, match="shipped policies are drop-1pct, drop-half-pct, mlperf-99, size-first"):
+    with pytest.raises(UsageError, match="shipped policies are drop-1pct, drop-half-pct, mlperf-99, served-faster, size-first"):
         load_policy("drop-2pct")
