@@ -28,7 +28,8 @@ def by_kind(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
     for record in sorted(records, key=lambda r: arm_order(r.arm)):
         kind = found.setdefault(record.kind, {})
         if record.arm in kind:
-            raise DataError(f"two {record.kind} records of arm {record.arm}: give one of them another arm name")
+            runs = "; runs of one server are imported from one file, a JSON object a line" * (record.kind == "serving")
+            raise DataError(f"two {record.kind} records of arm {record.arm}: give one of them another arm name{runs}")
         kind[record.arm] = record
         first = weights.setdefault(record.arm, record)
         if first.checkpoint != record.checkpoint:

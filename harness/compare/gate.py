@@ -274,10 +274,8 @@ def _holds(found: Estimate, limit: float, at_most: bool) -> float:
 def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Check], outcomes: dict[str, str]) -> str:
     outcome = outcomes[arm]
     named = "; ".join(dict.fromkeys(check.why for check in checks if check.outcome == outcome))
-    asked = any("recovery" in check.rule for check in checks)
-    lead = (
-        _lead(comparison, arm) if asked or arm in comparison.median_recovery else f"{arm_label(arm)} is judged without benchmarks"
-    )
+    asked = arm in comparison.median_recovery or any("recovery" in check.rule for check in checks)
+    lead = _lead(comparison, arm) if asked else f"{arm_label(arm)} is judged without benchmarks"
     if outcome == PASS:
         text = f"{lead}: QAD is not needed." if arm == PTQ else f"{lead}."
         text += f" Every threshold of {policy.name} holds."

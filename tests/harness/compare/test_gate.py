@@ -219,7 +219,7 @@ def test_shipped_policies_load() -> None:
         found = load_policy(name)
         assert found.name == name
         assert found.about
-        assert "median_recovery" in found.thresholds
+        assert {"median_recovery", "served"} & set(found.thresholds)
 
 
 @pytest.mark.parametrize(
