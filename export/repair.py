@@ -86,8 +86,8 @@ def repair(folder: Path, out: Path, source: Path | None = None) -> list[str]:
 
 def _remaining(folder: Path, errors: list[Finding]) -> str:
     return (
-        f"{folder}: {in_one_line(errors)}. That cannot be repaired without quantizing again or copying files anew: give --source "
-        "ARM_DIR, the arm it was exported from"
+        f"{folder}: {in_one_line(errors)}. That cannot be repaired without quantizing again or copying files anew: export or "
+        "copy it again with what made it; of this tool's own exports --source ARM_DIR, the arm, is enough"
     )
 
 

@@ -277,7 +277,7 @@ def _paragraph(comparison: Comparison, policy: Policy, arm: str, checks: list[Ch
     asked = arm in comparison.median_recovery or any("recovery" in check.rule for check in checks)
     lead = _lead(comparison, arm) if asked else f"{arm_label(arm)} is judged without benchmarks"
     if outcome == PASS:
-        text = f"{lead}: QAD is not needed." if arm == PTQ else f"{lead}."
+        text = f"{lead}: QAD is not needed." if arm == PTQ and asked else f"{lead}."
         text += f" Every threshold of {policy.name} holds."
     elif outcome == FAIL:
         text = f"{lead}. By {policy.name} it fails: {named}."

@@ -21,7 +21,7 @@ from harness.engines.process import ServerProcess
 from harness.engines.registered import Adapter, engine_named
 from harness.engines.tree_memory import tree_memory
 from harness.records.record import Engine, EngineMemory
-from qad.errors import EngineError, UsageError
+from qad.errors import EngineError, QadError, UsageError
 
 HOST = "127.0.0.1"
 PORT_TRIES = 3
@@ -56,7 +56,7 @@ def serve(
     unless an option says so. ready_s: seconds until it must answer.
 
     Raises UsageError where the engine or the folder is not there, EngineError with the log's last lines where the server
-    ends early or is not ready in time.
+    ends early, is not ready in time or ends within the block.
     """
     adapter = engine_named(engine_name).adapter
     if not (folder / "config.json").is_file():
@@ -69,7 +69,13 @@ def serve(
         try:
             if not _ready(process, port, ready_s, retry=attempt + 1 < PORT_TRIES):
                 continue
-            yield _server(adapter, process, port, folder)
+            server = _server(adapter, process, port, folder)
+            try:
+                yield server
+            except QadError as error:  # what asked it failed: it may have ended
+                _require_alive(process, port, error)
+                raise
+            _require_alive(process, port)
             return
         finally:
             process.stop()
@@ -107,6 +113,13 @@ def _ready(process: ServerProcess, port: int, ready_s: float, retry: bool) -> bo
             return True
         time.sleep(0.2)
     raise EngineError(f"the server was not ready after {ready_s:g} s; its last lines:\n{process.tail()}")
+
+
+def _require_alive(process: ServerProcess, port: int, cause: QadError | None = None) -> None:
+    """Raises EngineError where the server died while it was asked: what its clients then said is no measurement."""
+    if process.exit_code is None and _said(f"http://{HOST}:{port}/health") is not None:
+        return
+    raise EngineError(f"the server ended while it was asked, see {process.log}; its last lines:\n{process.tail()}") from cause
 
 
 def _said(url: str) -> str | None:

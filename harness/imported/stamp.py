@@ -12,7 +12,7 @@ from qad.artifact import digest_of, sha256_file
 from qad.errors import DataError
 from qad.untrusted import clean
 
-MODEL = "imported scores"
+MODEL = "imported results"
 
 
 def require_one_model(models: Iterable[tuple[Path, str]], remedy: str) -> None:

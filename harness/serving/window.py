@@ -4,7 +4,7 @@ One rule: the window is the longest interval in which at least 0.8 of the peak n
 tokens of successful requests count where start < time <= end (made inside), whichever request they are of. Warm-up, ramp
 and drain fall outside, and a request that straddles an edge counts with the part inside. Between one answer and
 the next request a client holds a place that is briefly empty: a dip shorter than a tenth of the median request does
-not end the interval.
+not end the interval, and a number of requests that was reached for less time than that in all is no peak.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def active_requests(spans: Sequence[Span]) -> tuple[int, float]:
 def steady_window(spans: Sequence[Span], events: Sequence[TokenEvent]) -> Window | None:
     """The window and its tokens; None where there is no interval of any length."""
     times, counts = _steps(spans)
-    needed = SHARE * float(counts.max())
     turnaround = TURNAROUND * statistics.median(end - start for start, end in spans)
+    lasted, active = np.diff(times), counts[:-1]
+    held = [count for count in np.unique(active) if lasted[active >= count].sum() >= turnaround]
+    needed = SHARE * float(max(held, default=counts.max()))
     found: list[Span] = []
     for (start, end), active in zip(itertools.pairwise(times.tolist()), counts, strict=False):
         if active < needed:

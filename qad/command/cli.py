@@ -218,10 +218,12 @@ def _gate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from qad.command.compare import COMPARISON
     from qad.command.run import report_run
     from qad.lock import only_one
 
-    with only_one(args.run) if args.run.is_dir() else nullcontext():
+    run = args.run.is_dir() and not (args.run / COMPARISON).is_file()  # a comparison is written as a whole, behind its own lock
+    with only_one(args.run) if run else nullcontext():
         say(f"report: {report_run(args.run, say, args.policy)}")
     return 0
 

@@ -56,7 +56,15 @@ def compare_arms(
     arms = read_arms(arguments)
     if not noise_floor and len({record.arm for record in arms}) < 2:
         raise UsageError(f"{arms[0].arm} is the only arm: give another one to compare with it, or its controls (--noise-floor)")
-    read = [*arms, *_controls(noise_floor)]
+    return _compared([*arms, *_controls(noise_floor)], out, margin, rules)
+
+
+def compare_again(out: Path, policy: str) -> tuple[Artifact, str]:
+    """A comparison folder made anew from the records it holds, with the verdict of another policy. Raises QadError."""
+    return _compared(load_records(out), out, _margin(out), load_policy(policy))
+
+
+def _compared(read: list[Record], out: Path, margin: float, rules: Policy) -> tuple[Artifact, str]:
     comparison = compare(read, margin)
     records = [record for record in read if record.control is None]
     verdict = verdict_on(comparison, rules)
@@ -201,6 +209,8 @@ def _read(path: Path, default: str) -> list[Record]:
         return imported
     files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist: give a folder of records, a record or a result file")
         raise UsageError(
             f"{path} holds no measurement: give a folder of records such as RUN/measure/bf16, a record, a CSV file, "
             "or a result folder of lm-eval or NeMo Evaluator"

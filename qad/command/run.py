@@ -37,7 +37,7 @@ from harness.records.comparison import Comparison
 from harness.records.record import Record
 from qad.arms.arm import DYNAMIC, NEAREST
 from qad.artifact import MANIFEST, Artifact, open_artifact, replace_card
-from qad.command.compare import noise_lines, verdict_on
+from qad.command.compare import COMPARISON, compare_again, noise_lines, verdict_on
 from qad.command.planning.machine import require_room
 from qad.command.planning.preflight import require_measurable
 from qad.command.planning.scale import as_it_fits
@@ -214,6 +214,9 @@ def export(job: Job, arm: Path, out: Path, say: Callable[[str], None]) -> Artifa
 def report_run(out: Path, say: Callable[[str], None], policy: str = DEFAULT, tracker: Tracker | None = None) -> Path:
     """Compare the records of a run folder, judge them and render its report; print table and verdict."""
     rules = load_policy(policy)
+    if (out / COMPARISON).is_file():
+        say(compare_again(out, policy)[1])
+        return out / "report" / "report.html"
     every = load_records(out)
     if not every:
         raise ArtifactError(f"{out} holds no measurement records (measure/ARM/KIND.json): run `qad run` or `qad measure`")

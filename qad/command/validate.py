@@ -159,8 +159,8 @@ def _require_sound(subjects: Sequence[Subject], say: Callable[[str], None]) -> N
         say(f"check  {subject.arm}: {'broken' if bad else 'ok'} ({looked_at(subject.folder)})")
     if broken:
         raise BrokenCheckpointError(
-            f"{', '.join(broken)} would be served wrong, so nothing was measured: mend the folder (`qad check DIR --fix OUT` "
-            "helps), or leave it out"
+            f"{', '.join(broken)} would be served wrong, so nothing was measured: leave it out, or mend the folder "
+            "(`qad check DIR --fix OUT` writes metadata and index anew; weights and scales need another export)"
         )
 
 

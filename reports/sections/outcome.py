@@ -3,6 +3,8 @@
 # ruff: noqa: RUF001 - typographic characters are what is printed
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from harness.records.comparison import BenchmarkRow, Comparison, Estimate
 from harness.records.record import ARMS, Engine, MemoryData, Record, arm_label, arm_order
 from harness.records.verdict import Verdict
@@ -34,7 +36,7 @@ def reading(recovery: Estimate | None) -> str:
 
 def outcome(comparison: Comparison, records: list[Record]) -> list[str]:
     """Two or three sentences; one if nothing was compared."""
-    found = [_fidelity(comparison), _recovery(comparison), _size(records)]
+    found = [_fidelity(comparison), _recovery(comparison), _size(records), *_served(comparison)]
     return [sentence for sentence in found if sentence] or ["The records hold nothing to compare the arms by."]
 
 
@@ -83,6 +85,23 @@ def _size(records: list[Record]) -> str:
     return f"{size}, {share} of the BF16 checkpoint's {gigabytes(memory[BASELINE].file_bytes)} GB."
 
 
+def _least_served(comparison: Comparison, arm: str) -> tuple[str, Estimate] | None:
+    """The load at which an arm gained least tokens a second, and how many times BF16's they are."""
+    cells = comparison.serving_ratio.get(arm, {})
+    found = {name: ratios["tokens_per_s"] for name, ratios in cells.items() if "tokens_per_s" in ratios}
+    return min(found.items(), key=lambda entry: entry[1].value, default=None)
+
+
+def _served(comparison: Comparison) -> Iterator[str]:
+    for arm, cells in comparison.serving_ratio.items():
+        if least := _least_served(comparison, arm):
+            name, ratio = least
+            limits = interval(ratio) or "no interval: one run"
+            where = clean(name, 80) + (f", the least of {len(cells)} loads" if len(cells) > 1 else "")
+            where += ", FP4 emulated" if arm in comparison.emulated else ""
+            yield f"{arm_name(arm)} served {significant(ratio.value)} times BF16's tokens per second ({limits}) at {where}."
+
+
 def _share(estimate: Estimate) -> str:
     limits = percent_interval(estimate)
     return f"{percent(estimate.value)} ({limits})" if limits else f"{percent(estimate.value)} (no interval)"
@@ -108,7 +127,8 @@ def tiles(comparison: Comparison, records: list[Record]) -> list[Tile]:
 def _recovery_tile(comparison: Comparison, arm: str) -> Tile:
     median = comparison.median_recovery.get(arm)
     if median is None:
-        return Tile("—", "recovery was not measured")
+        scored = any(arm in row.score and BASELINE in row.score for row in comparison.benchmarks)
+        return Tile("—", f"no recovery: {arm_name(BASELINE)} is at chance" if scored else "recovery was not measured")
     what = f"of BF16's score, {arm_name(arm)}, median of {plural(median.n, 'benchmark')}"
     return Tile(percent(median.value), what, percent_interval(median))
 
@@ -133,6 +153,8 @@ def _size_tile(comparison: Comparison, arm: str, records: list[Record]) -> Tile:
 def _speed_tile(comparison: Comparison, arm: str) -> Tile:
     """An emulated speed says nothing of FP4's, so it is no figure of the first screen."""
     found = comparison.throughput_ratio.get(arm, {}).get("decode")
+    if arm not in comparison.emulated and (least := _least_served(comparison, arm)):
+        return Tile(f"{significant(least[1].value)}×", f"BF16's tokens per second, {clean(least[0], 60)}", interval(least[1]))
     if arm in comparison.emulated or found is None:
         return Tile("—", "speed was not measured here", "FP4 was emulated" if arm in comparison.emulated else "")
     return Tile(f"{significant(found.value)}×", "BF16's decoding speed", interval(found))

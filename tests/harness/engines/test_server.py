@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from harness.engines.process import ServerProcess
 from harness.engines.server import get, serve
-from qad.errors import EngineError, UsageError
+from qad.errors import EngineError, LoadToolError, UsageError
 
 Executable = Callable[[str, str], Path]
 Marked = Callable[[], list[int]]
@@ -57,6 +58,27 @@ def test_an_exception_ends_the_server(executable: Executable, model_dir: Path, t
     python = executable("python", "vllm-0.32-blackwell.log")
     with pytest.raises(KeyboardInterrupt), serve("vllm", model_dir, log=tmp_path / "log", python=str(python)):
         raise KeyboardInterrupt
+    assert marked() == []
+
+
+@pytest.mark.parametrize("raised", [LoadToolError("the load tool ended with code 1"), None])
+def test_a_server_that_dies_while_it_is_asked_is_no_fault_of_the_load_tool(
+    raised: LoadToolError | None, executable: Executable, model_dir: Path, tmp_path: Path, marked: Marked, wait_for: WaitFor
+) -> None:
+    def ask() -> None:
+        with serve("vllm", model_dir, log=tmp_path / "log", python=str(python)) as server:
+            port = server.base_url.rpartition(":")[2].removesuffix("/v1")
+            for process in map(psutil.Process, marked()):
+                with contextlib.suppress(psutil.Error):
+                    if port in process.cmdline() and "supervisor" not in str(process.cmdline()):
+                        process.kill()
+            wait_for(lambda: not any(c.laddr.port == int(port) and c.status == "LISTEN" for c in psutil.net_connections("tcp")))
+            if raised:
+                raise raised
+
+    python = executable("python", "vllm-0.32-blackwell.log")
+    with pytest.raises(EngineError, match=r"the server ended while it was asked, see .*log; its last lines:\n(.|\n)*arguments"):
+        ask()
     assert marked() == []
 
 

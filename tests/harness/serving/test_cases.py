@@ -393,3 +393,13 @@ def test_the_turnaround_of_a_client_does_not_end_the_window() -> None:
 
 def cell(requests: list[Request]) -> Cell:
     return Cell(4, 3, None, [Repeat(1.0, requests, None, None, None, 0, 0)])
+
+
+def test_waves_that_overlap_by_a_rounding_error_are_no_peak() -> None:
+    """Three waves of 16 equal requests; each begins before the one in front has ended, by a last digit."""
+    spans = [(wave * 1.0, wave * 1.0 + 1.0 + 1e-13) for wave in range(3) for _ in range(16)]
+    events = [(start + 0.01 * k, 1.0) for start, _ in spans for k in range(1, 101)]
+    window = steady_window(spans, events)
+    assert window is not None
+    assert window.seconds == pytest.approx(3.0)
+    assert window.tokens / window.seconds == pytest.approx(1600)

@@ -97,7 +97,9 @@ def test_compare_writes_a_folder_that_gate_and_report_read(tmp_path: Path, capsy
         assert verdict["arm"] == "qad"
         assert verdict["checks"][-1]["threshold"] == "memory_ratio"
     assert len(codes) == 1
-    assert main(["report", str(out)]) == 0
+    assert main(["report", str(out), "--policy", "size-first"]) == 0
+    assert json.loads((out / "report" / "report.json").read_text())["verdict"]["policy"] == "size-first"
+    assert main(["show", str(out)]) == 0
 
 
 def test_the_reports_verdict_is_the_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +195,7 @@ def test_an_exported_folder_measured_by_hand_compares_with_its_original(tmp_path
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["compare", "nowhere", "--out", "x"], "holds no measurement"),
+        (["compare", "nowhere", "--out", "x"], "does not exist"),
         (["gate", "nowhere"], "no run folder, comparison folder or report.json"),
         (["gate", "nowhere", "--policy", "lenient"], "shipped policies are"),
         (["gate", "list.json"], "list.json is no comparison of this version"),
