@@ -40,6 +40,7 @@ from qad.training.student import Student
 from qad.training.undisturbed import undisturbed
 
 _NOT_FINITE = 3  # steps in a row whose loss or gradient is no number, after which nothing is to be hoped for
+_PIECE = 1 << 18  # elements of a gradient in FP64 at a time: a cache's worth
 _STUCK = 0.01  # share of moved masters below which nothing is learned; weights that are exactly 0 always move
 
 
@@ -183,13 +184,20 @@ class Trainer:
         )
 
     def _clipped(self, masters: list[Tensor]) -> float:
-        """Clip the gradients by the norm of all, which is returned."""
-        if self.ranks.alone:
-            return float(torch.nn.utils.clip_grad_norm_(masters, self.config.clip))
-        own = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
-        norm = math.sqrt(self.ranks.add(float(own.double().square()))[0])
-        torch.nn.utils.clip_grads_with_norm_(masters, self.config.clip, torch.tensor(norm, device=own.device))
-        return norm
+        """Clip the gradients by the norm of all, which is returned.
+
+        Squares are summed in FP64 and the norm is rounded to FP32: the order in which any number of ranks sums them reaches
+        the last bits of FP64 alone.
+        """
+        device = self.objective.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for master in masters:
+            if master.grad is not None:
+                for piece in master.grad.flatten().split(_PIECE):
+                    squares += torch.dot(exact := piece.double(), exact)
+        norm = torch.tensor(math.sqrt(self.ranks.add(float(squares))[0]), dtype=torch.float32, device=device)
+        torch.nn.utils.clip_grads_with_norm_(masters, self.config.clip, norm)
+        return float(norm)
 
     def _backward(self, step: int) -> float | None:
         """Gradients of the step's mean loss into the masters; returns the mean, None for a step without a counted token.
