@@ -69,7 +69,7 @@ gpu-check: setup
 
 # Every family as a tiny random instance, the whole way; writes the page of the documentation anew.
 families: setup
-	$(BIN)/python tests/families/walk.py --out docs/reference/families.md $(ARGS)
+	$(BIN)/python tests/families/walk.py --out docs/reference/families.md $(if $(wildcard $(VLLM_VENV)/bin/python),--parity) $(ARGS)
 
 # A report in Chromium: axe's findings, and pictures of every part to look at. Needs node, npm and a Chromium; else it skips.
 report-check:

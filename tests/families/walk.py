@@ -219,7 +219,7 @@ def page(rows: list[Seen]) -> str:
         f"{STEPS} steps of QAD with a falling KL, exported and reloaded again. Packing: the difference that a document in front "
         "makes to the hidden states of the next one in a row, in FP32; what is not apart is trained with one document a row. "
         "Groups: what vLLM 0.32 fuses shares scales. vLLM: the PTQ export in the real vLLM 0.32 (CPU build, this project's "
-        "plugin, FP32); how far a token's log-probability is at most from the reference's (`make families ARGS=--parity`).",
+        "plugin, FP32); how far a token's log-probability is at most from the reference's (where `make vllm-env` was run).",
         "",
         "| family | quantized | reload | KL of QAD | packing | groups | vLLM | |",
         "|---|---|---|---|---|---|---|---|",
