@@ -144,6 +144,9 @@ def _kept(name: str, layer: nn.Module, groups: dict[str, tuple[str, ...]], confi
     return total
 
 
+INTERPRETER = 0.3e9  # anonymous bytes of a process that has imported torch and transformers, measured
+
+
 @dataclasses.dataclass(frozen=True)
 class Need:
     """Bytes of one rank of `ranks`, by what takes them."""
@@ -221,7 +224,7 @@ def scale_lines(shape: Shape, train: Train, dtype: str, teacher: Shape | None = 
     )
     one = need(shape, train, dtype, 1, teacher)
     listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in one.parts.items())
-    yield f"       one process takes {_gigabytes(one.total)}: {listed}"
+    yield f"       one process takes {_gigabytes(one.total)}: {listed}; on a CPU {_gigabytes(INTERPRETER)} more, the interpreter with torch"
     for gpu in GPUS:
         yield f"       {gpu.name:<5}{_on(gpu, shape, train, dtype, teacher)}"
     state = 4 * shape.parameters + (2 if train.optimizer == "adamw8bit" else 8) * shape.trained

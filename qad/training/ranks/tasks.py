@@ -13,6 +13,7 @@ others fail; then the first that is left says which it was, and all end. What wa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import pickle
@@ -47,6 +48,15 @@ def asked() -> tuple[int, int]:
     return int(rank), int(size)
 
 
+def _give_back_freed_memory() -> None:
+    """Of glibc: it keeps what gathered layers leave behind, .9 GB of a rank of a 135M model. mallopt(3)'s numbers."""
+    arenas, mapped_from, trimmed_from = -8, -3, -1
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((arenas, 1), (mapped_from, 1 << 18), (trimmed_from, 1 << 20)):
+            mallopt(option, value)
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """Within the block this process is one of its job's ranks."""
@@ -59,6 +69,8 @@ def joined() -> Iterator[Ranks]:
                 f"rank {rank} has no GPU of its own ({torch.cuda.device_count()} are here): start fewer ranks a node"
             )
         torch.cuda.set_device(local)
+    else:
+        _give_back_freed_memory()
     minutes = timedelta(minutes=float(os.environ.get("QAD_RANKS_MINUTES", _MINUTES)))
     _store, rank, size = next(iter(rendezvous("env://", timeout=minutes)))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
