@@ -224,7 +224,8 @@ def scale_lines(shape: Shape, train: Train, dtype: str, teacher: Shape | None = 
     )
     one = need(shape, train, dtype, 1, teacher)
     listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in one.parts.items())
-    yield f"       one process takes {_gigabytes(one.total)}: {listed}; on a CPU {_gigabytes(INTERPRETER)} more, the interpreter with torch"
+    own = f"on a CPU {_gigabytes(INTERPRETER)} more, the interpreter with torch"
+    yield f"       one process takes {_gigabytes(one.total)}: {listed}; {own}"
     for gpu in GPUS:
         yield f"       {gpu.name:<5}{_on(gpu, shape, train, dtype, teacher)}"
     state = 4 * shape.parameters + (2 if train.optimizer == "adamw8bit" else 8) * shape.trained
