@@ -41,6 +41,7 @@ from qad.training.stages import METRICS, ptq_arm, trained_arm
 from qad.training.student import Student
 
 STEPS = 12
+NOT_TRIED = "not tried"
 FUSED = Path(__file__).parents[1] / "engines" / "packed_modules.json"
 
 
@@ -70,7 +71,7 @@ def walk(name: str, folder: Path, parity: bool = False) -> Seen:
     seen = Seen(name)
     try:
         _walk(name, folder, seen)
-        seen.parity = _parity(name, folder) if parity else "not tried"
+        seen.parity = _parity(name, folder) if parity else NOT_TRIED
     except QadError as refusal:
         seen.note = f"refused: {refusal}".replace(str(folder), "")
     except Exception as fault:  # every family gets its row
@@ -244,10 +245,14 @@ def main(say: Callable[[str], Any] = print) -> int:
     parser.add_argument("--out", type=Path, help="Markdown page to write; rows of families that are not named stay")
     parser.add_argument("--parity", action="store_true", help="in vLLM as well, about half a minute each")
     asked = parser.parse_args()
-    rows = kept(asked.out) if asked.out and asked.names else {}
+    before = kept(asked.out) if asked.out else {}
+    rows = before if asked.names else {}
     for name in asked.names or FAMILIES:
         with tempfile.TemporaryDirectory() as folder, _quiet():
-            rows[name] = walk(name, Path(folder), asked.parity)
+            seen = walk(name, Path(folder), asked.parity)
+        if seen.parity == NOT_TRIED and name in before:  # a walk without vLLM keeps what one with it saw
+            seen.parity = before[name].parity
+        rows[name] = seen
         say(" | ".join((name, *(value for value in dataclasses.astuple(rows[name])[1:] if value))))
         if asked.out:
             asked.out.write_text(page([rows[each] for each in FAMILIES if each in rows]), encoding="utf-8")
