@@ -27,16 +27,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def results_table(report: dict[str, Any]) -> str:
     """README's table of results, from report.json of a run."""
+    from harness.records.record import arm_label
+
     comparison = report["comparison"]
     fidelity, median = comparison["fidelity"], comparison["median_recovery"]
-    arms = [arm for arm in ("ptq", "qad") if arm in fidelity]
+    arms = [arm for arm in ("ptq_plain", "ptq", "qad") if arm in fidelity]
     rows = [
         ("KL to BF16, nats per token", "0", [_number(fidelity[arm]["kl"], 3) for arm in arms]),
         ("top-1 agreement with BF16", "100 %", [_percent(fidelity[arm]["top1"]) for arm in arms]),
         ("median recovery of 3 small benchmarks", "100 %", [_percent(median[arm]) for arm in arms]),
         ("size on disk", "100 %", [_percent(comparison["memory_ratio"][arm]) for arm in arms]),
     ]
-    head = f"| {report['title']} | BF16 | {' | '.join(arm.upper() for arm in arms)} |"
+    head = f"| {report['title']} | BF16 | {' | '.join(map(arm_label, arms))} |"
     lines = [f"| {what} | {base} | {' | '.join(cells)} |" for what, base, cells in rows]
     return "\n".join([head, "|---|---|" + "---|" * len(arms), *lines])
 

@@ -149,8 +149,8 @@ def _of_transformers_5(folder: Folder) -> Iterator[Finding]:
             "E11",
             "tokenizer_config.json",
             "tokenizer_class is TokenizersBackend, which transformers 4 does not know: an engine that uses it stops",
-            f"sed -i s/TokenizersBackend/PreTrainedTokenizerFast/ {folder.path}/tokenizer_config.json where one is to use it; both "
-            "know that name, and exports take it over from the original",
+            f"where one is to use it: sed -i s/TokenizersBackend/PreTrainedTokenizerFast/ {folder.path}/tokenizer_config.json; "
+            "both know that name, and exports take it over from the original",
         )
 
 
