@@ -102,13 +102,7 @@ def select(
     from qad.model.names import names_of
 
     names = names_of(model)
-    fused = next((n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n.split(".")), None)
-    if fused:
-        raise UsageError(
-            f"{fused} holds the experts of a layer in one 3-D parameter that is not the stack of the checkpoint's experts: this "
-            "kind of mixture is not supported; Qwen3-MoE, Mixtral, DeepSeek-V3 and others that store expert by expert are"
-        )
-
+    _require_split_experts(model)
     family = family_name(getattr(model, "config", None) or {})
     rules = named_family(family)
     modules_by_name = {names.module(inner): module for inner, module in model.named_modules()}
@@ -142,6 +136,15 @@ def select(
     selection = Selection(format, modules, excluded, _formats(formats, modules, format), family)
     _require_one_format(selection)
     return selection
+
+
+def _require_split_experts(model: nn.Module) -> None:
+    fused = next((n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n.split(".")), None)
+    if fused:
+        raise UsageError(
+            f"{fused} holds the experts of a layer in one 3-D parameter that is not the stack of the checkpoint's experts: this "
+            "kind of mixture is not supported; Qwen3-MoE, Mixtral, DeepSeek-V3 and others that store expert by expert are"
+        )
 
 
 def given_selection(model: nn.Module, formats: Mapping[str, str], reason: str) -> Selection:
