@@ -109,6 +109,28 @@ def deployed_is_the_export(ptq: Path) -> int:
         return int(any(not torch.equal(values[name].float(), value.float()) for name, value in expected.items()))
 
 
+def _exchange_without_rank_1() -> None:
+    from qad.training.ranks.group import here
+
+    if here().rank == 1:
+        time.sleep(600)
+    here().wait()
+
+
+def rank_1_hangs() -> int:
+    """On every rank: an exchange for which the others wait six seconds. Says what ends it."""
+    from qad.errors import QadError
+    from qad.training.ranks.tasks import joined, serve, together
+
+    os.environ["QAD_RANKS_MINUTES"] = "0.1"
+    try:
+        with joined() as ranks:
+            return together(_exchange_without_rank_1) or 0 if ranks.first else serve()
+    except QadError as error:
+        print(error)
+        return 2
+
+
 def _be(rank: int, size: int, port: int, log: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 

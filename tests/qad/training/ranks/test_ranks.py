@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launched import command, deployed_is_the_export, ended, start, start_command
+from launched import command, deployed_is_the_export, ended, rank_1_hangs, start, start_command
 
 from qad.arms.arm import Arm, open_arm
 
@@ -113,6 +113,21 @@ def test_ranks_make_what_one_process_makes(name: str, models: dict[str, Path], t
         assert several.facts["training"]["saturation"] == one.facts["training"]["saturation"]
 
 
+def test_a_whole_run_to_its_report(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """From the recipe to the report: what two ranks export and measure is what one process does, to the byte and the figure."""
+    asked = recipe(models["llama"], text_file, tmp_path, {"scales": "mse", "balance": True})
+    measured = ["--set", f"measure.fidelity={{data: {text_file}, tokens: 512, seq_len: 64}}", "--set", "measure.memory=true"]
+    comparisons, files = [], []
+    for size in (1, 2):
+        out = tmp_path / f"run{size}"
+        codes = command(size, "run", asked, "--out", str(out), *measured, log=tmp_path / f"log{size}")
+        assert codes == [0] * size, (tmp_path / f"log{size}.0").read_text()
+        files.append([(out / "export" / arm / "model.safetensors").read_bytes() for arm in ("ptq", "qad")])
+        comparisons.append(json.loads((out / "report" / "report.json").read_text())["comparison"])
+    assert files[0] == files[1]
+    assert comparisons[0]["fidelity"] == comparisons[1]["fidelity"]
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -193,6 +208,14 @@ def test_one_message_names_a_dead_rank(models: dict[str, Path], text_file: Path,
     codes = stopped(2, 0, signal.SIGKILL, 4, asked, tmp_path)
     assert codes == [-signal.SIGKILL, 2]
     assert "qad: error: rank 0 of 2 (" in (tmp_path / "log.1").read_text()
+
+
+def test_one_message_names_a_rank_that_hangs(tmp_path: Path) -> None:
+    """It lives and computes; the others end the job, and torchrun ends it."""
+    codes = ended(start(3, rank_1_hangs, log=tmp_path / "log"))
+    assert (codes[0], codes[1]) == (2, -signal.SIGTERM)
+    assert "rank 1 of 3 (" in _said(tmp_path)
+    assert "hangs: the others waited in vain. The last saved state is kept" in (tmp_path / "log.0").read_text()
 
 
 def test_a_signal_to_one_rank_saves_and_any_number_goes_on(models: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
