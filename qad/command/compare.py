@@ -66,6 +66,7 @@ def compare_again(out: Path, policy: str) -> tuple[Artifact, str]:
 
 def _compared(read: list[Record], out: Path, margin: float, rules: Policy) -> tuple[Artifact, str]:
     comparison = compare(read, margin)
+    _require_something(comparison)
     records = [record for record in read if record.control is None]
     verdict = verdict_on(comparison, rules)
 
@@ -86,6 +87,13 @@ def _compared(read: list[Record], out: Path, margin: float, rules: Policy) -> tu
     if verdict:
         parts.append(f"{verdict.outcome}: {clean(verdict.paragraph, 2000)}")
     return artifact, "\n\n".join(part for part in parts if part)
+
+
+def _require_something(comparison: Comparison) -> None:
+    served = any(comparison.serving_ratio.values()) or any(comparison.throughput_ratio.values())
+    found = served or comparison.benchmarks or comparison.fidelity or comparison.memory_ratio or comparison.noise_floor
+    if comparison.not_compared and not found:
+        raise DataError(f"nothing could be compared: {clean('; '.join(comparison.not_compared), 2000)}")
 
 
 def noise_lines(comparison: Comparison) -> list[str]:

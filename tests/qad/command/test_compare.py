@@ -305,5 +305,6 @@ def test_what_was_left_out_is_said_with_its_reason(tmp_path: Path, capsys: pytes
     recorded = Path(__file__).parents[2] / "harness" / "imported" / "recorded"
     for arm, file in (("bf16", "vllm.json"), ("ptq", "guidellm.json")):
         assert main(["measure", "import", str(recorded / file), "--arm", arm, "--out", str(tmp_path / f"{arm}.json")]) == 0
-    assert main(["compare", str(tmp_path / "bf16.json"), str(tmp_path / "ptq.json"), "--out", str(tmp_path / "out")]) == 0
-    assert re.search(r"^not compared: .*they differ in .*load tool", capsys.readouterr().out, re.MULTILINE)
+    assert main(["compare", str(tmp_path / "bf16.json"), str(tmp_path / "ptq.json"), "--out", str(tmp_path / "out")]) == 2
+    assert re.search(r"nothing could be compared: .*they differ in .*load tool", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
