@@ -1,6 +1,10 @@
-"""`make bench`: a training step of one layer's experts, all at once against expert after expert, the ratio of one run.
+"""`make bench`: a training step of one layer's experts, all at once against two loops over experts, the ratios of one run.
 
 python tests/bench/experts.py [--experts 64] [--tokens 512]
+
+The loop of transformers takes an expert's part of a 3-D parameter, so that each expert's gradient is as large as the parameter.
+One by one: experts that are parameters of their own. Seconds are the process's, of all its threads: with one thread, those of
+an idle machine but for what its neighbours leave of the caches.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -20,7 +25,7 @@ from qad.model.names import names_of
 from qad.numerics.compiled import compilation
 from qad.numerics.grouped import ExpertInputs, quantize_experts
 from qad.numerics.groups import fake_quantize_group, fake_quantize_stack
-from qad.numerics.linear import wrap_linears
+from qad.numerics.linear import quantize_input, wrap_linears
 
 
 def main() -> None:
@@ -35,6 +40,7 @@ def main() -> None:
     steps = {
         "at once": _at_once(_layer(args.experts, args.hidden, dtype)),
         "one by one": _one_by_one(_layer(args.experts, args.hidden, dtype)),
+        "transformers' loop": _looped(_layer(args.experts, args.hidden, dtype)),
     }
     x_tH = torch.randn(args.tokens, args.hidden, dtype=dtype)
     index, weight = torch.randint(0, args.experts, (args.tokens, 8)), torch.rand(args.tokens, 8, dtype=dtype)
@@ -42,16 +48,19 @@ def main() -> None:
     with compilation(True):
         for repeat in range(args.repeats + 1):
             for name, step in steps.items():
-                started = time.perf_counter()
+                started = time.process_time()
                 step(x_tH, index, weight)
                 if repeat:
-                    seconds[name].append(time.perf_counter() - started)
-    ratios = [b / a for a, b in zip(seconds["at once"], seconds["one by one"], strict=True)]
+                    seconds[name].append(time.process_time() - started)
     what = f"{args.experts} experts of {args.hidden} x {args.hidden // 2}, 8 a token, {args.tokens} tokens, {args.dtype}"
-    print(
-        f"{what}, with optimizer and quantization: all at once is {statistics.median(ratios):.1f} times as fast as one by one "
-        f"({min(ratios):.1f}-{max(ratios):.1f})"
-    )
+    print(f"{what}, {torch.get_num_threads()} threads, with optimizer and quantization: {_median(seconds['at once'])} at once")
+    for name in (name for name in steps if name != "at once"):
+        ratios = [b / a for a, b in zip(seconds["at once"], seconds[name], strict=True)]
+        print(f"  {name}: {statistics.median(ratios):.1f} times that ({min(ratios):.1f}-{max(ratios):.1f})")
+
+
+def _median(seconds: list[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f} ms"
 
 
 def _layer(experts: int, hidden: int, dtype: torch.dtype) -> Any:
@@ -73,7 +82,11 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _SCALE = torch.tensor(0.002)
 
 
-def _trained(layer: Any, deploy: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]) -> Step:
+def _trained(
+    layer: Any,
+    deploy: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None],
+    forward: Callable[..., Any] | None = None,
+) -> Step:
     """A step as the student takes it: forward, backward, AdamW on FP32 masters, everything quantized again."""
     parameters = dict(layer.named_parameters())
     masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in parameters.items()}
@@ -84,7 +97,7 @@ def _trained(layer: Any, deploy: Callable[[dict[str, torch.Tensor], dict[str, to
         deploy(masters, parameters)
 
     def step(x_tH: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> None:
-        layer(x_tH, index, weight).float().square().mean().backward()
+        (forward or layer)(x_tH, index, weight).float().square().mean().backward()
         for name, parameter in parameters.items():
             masters[name].grad, parameter.grad = None if parameter.grad is None else parameter.grad.float(), None
         optimizer.step()
@@ -110,14 +123,32 @@ def _one_by_one(model: Any) -> Step:
     modules = {name: module for name, module in model.named_modules() if name.startswith(stack.stored)}
     linears = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
     wrap_linears(model, {name: (_SCALE, "NVFP4") for name in linears})
+    return _trained(model.get_submodule(stack.stored).requires_grad_(), _each_group)
 
-    def deploy(masters: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
-        for group in DEFAULT.scale_groups(name.removesuffix(".weight") for name in masters):
-            weights, out = ({name: tensors[f"{name}.weight"] for name in group} for tensors in (masters, parameters))
-            for _ in fake_quantize_group(weights, out=out):
-                pass
 
-    return _trained(model.get_submodule(stack.stored).requires_grad_(), deploy)
+def _looped(model: Any) -> Step:
+    (stack,) = names_of(model).stacks
+    model.set_experts_implementation("eager")
+    layer = model.get_submodule(stack.name).requires_grad_()
+
+    def parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: part for leaf, tensor in tensors.items() for name, part in stack.parts(leaf, tensor.detach()).items()}
+
+    def linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        return quantize_input(x, _SCALE) @ weight_NK.mT
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(torch.nn.functional, "linear", linear):
+            return layer(*inputs)
+
+    return _trained(layer, lambda masters, parameters: _each_group(parts(masters), parts(parameters)), forward)
+
+
+def _each_group(masters: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
+    for group in DEFAULT.scale_groups(name.removesuffix(".weight") for name in masters):
+        weights, out = ({name: tensors[f"{name}.weight"] for name in group} for tensors in (masters, parameters))
+        for _ in fake_quantize_group(weights, out=out):
+            pass
 
 
 if __name__ == "__main__":
