@@ -27,6 +27,7 @@ from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
 from qad.errors import BrokenCheckpointError, UsageError
 from qad.model.beside import beside
+from qad.model.families import DEFAULT
 from qad.place import require_apart
 from qad.untrusted.safetensors_header import Entry
 
@@ -112,7 +113,8 @@ def excluded_names(folder: Folder) -> tuple[str, ...]:
     and `re:` patterns of one layout mean nothing in the other."""
     listed = {name for name in folder.announced.excluded if f"{name}.weight" in folder.tensors and name not in folder.packed}
     drafts = {name for _, name in folder.draft_modules}
-    return tuple(sorted({*folder.linears, *folder.embeddings, *folder.unbuilt, *listed, *drafts}))
+    names = {*folder.linears, *folder.embeddings, *folder.unbuilt, *listed, *drafts}
+    return tuple(sorted(names | ({DEFAULT.head} if folder.head in names else set())))
 
 
 def renamed(folder: Folder, target: Layout, name: str) -> str:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from export.layouts.drafts import Drafts
 from qad.arms.selection import Selection
+from qad.model.families import DEFAULT
 from qad.untrusted.safetensors_header import Entry
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -39,7 +40,8 @@ def scheme_of(
 
     Excluded are the Linears, routers and embeddings that stay BF16, by full name: no wildcard an engine could misread. Those
     that only engines build (heads that draft tokens) are known by their weight's two dimensions, and listed under the engines'
-    names as well. A tied head has no tensor of its own and is listed all the same, as engines build the module.
+    names as well. A tied head has no tensor of its own and is listed all the same, as engines build the module; a head of another
+    name (GPT-NeoX's embed_out) is listed as `lm_head` too, under which vLLM builds it.
     """
     entries, drafts = list(entries), Drafts.of(config)
     built = {name for entry in entries for name in drafts.names(entry.name, entry.shape)}
@@ -48,5 +50,6 @@ def scheme_of(
     }
     listed = matrices - selection.modules.keys()
     heads = {name for name, reason in selection.excluded.items() if reason == "output head"}
+    heads |= {DEFAULT.head for name in heads if name.rpartition(".")[2] != DEFAULT.head}
     layers = {module: selection.format_of(module) for module in selection.modules}
     return Scheme(selection.algorithm, tuple(sorted(listed | heads | (built - selection.modules.keys()))), kv_cache, layers)

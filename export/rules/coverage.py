@@ -20,6 +20,7 @@ from export.layouts.exclude import (
 )
 from export.layouts.layout import COMPRESSED_TENSORS, code_dtypes, scale_leaves
 from export.rules.findings import Finding, error, warning
+from qad.model.families import DEFAULT
 from qad.numerics.formats import MIXED
 from qad.untrusted import mapping
 
@@ -62,6 +63,9 @@ def e7_exclusion(folder: Folder) -> Iterator[Finding]:
             elif not packed and runs_as is not None:
                 told = "has a BF16 weight but is not excluded: the engine would wait for its scales"
                 yield error("E7", module, told, f"add {module} to the exclude lists", engine)
+    if folder.head != DEFAULT.head and folder.head in folder.linears and dict(readers)["vllm"](DEFAULT.head) is not None:
+        told = f"is what vLLM calls {folder.head}, which is BF16, and is not excluded: vLLM would wait for its scales"
+        yield error("E7", DEFAULT.head, told, f"add {DEFAULT.head} to the exclude lists", "vllm")
     for module, reason in folder.family.in_mamba1(everything).items():
         if module in folder.packed:
             told = f"is packed, but lies {reason}: the engine would read codes as BF16 weights"
@@ -87,7 +91,7 @@ def _unbuilt(folder: Folder, readers: Readers) -> Iterator[Finding]:
 def _known_modules(folder: Folder) -> set[str]:
     """Every module with tensors, what the architecture builds beside them, and their ancestors."""
     built = folder.skeleton.linears if folder.skeleton else ()
-    return with_ancestors((*folder.leaves, *built, folder.head, *(name for _, name in folder.draft_modules)))
+    return with_ancestors((*folder.leaves, *built, folder.head, DEFAULT.head, *(name for _, name in folder.draft_modules)))
 
 
 def readers_of(folder: Folder, everything: set[str]) -> Readers:

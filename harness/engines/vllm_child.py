@@ -134,10 +134,10 @@ def linears(model: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Any, l
 
 
 def keep(name: str, module: Any, seen: dict[str, list[Tensor]]) -> Any:
-    """Append what the module is called with, [rows, K], to `seen[name]` at every call."""
+    """Append the rows that the module is called with, [rows, K] (of transformers in vLLM [1, rows, K]), to `seen[name]`."""
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> None:
-        seen.setdefault(name, []).append(args[0].detach().float().cpu().clone())
+        seen.setdefault(name, []).append(args[0].detach().flatten(0, -2).float().cpu().clone())
 
     return module.register_forward_pre_hook(hook)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 import qad.hf  # noqa: F401
 from export.check import check
 from export.convert import convert
 from export.layouts.config_files import CONFIG, NESTED
+from export.repair import repair
 from export.writer import export_arm
 from qad.arms.arm import open_arm, write_arm
 from qad.arms.selection import select
@@ -122,3 +123,28 @@ def test_a_head_of_another_shape_is_refused(tiny_llama_dir: Path, tmp_path: Path
     arm = arm_with_a_head(tiny_llama_dir, tmp_path / "arm", lambda embedding: embedding[:-1])
     with pytest.raises(ArtifactError, match=r"trained lm_head\.weight"):
         export_arm(arm, tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_of_another_name_is_excluded_under_that_of_vllm_too(
+    build_arm: Callable[..., Path], make_tokenizer: Callable[[Path], object], layout: str, tmp_path: Path
+) -> None:
+    """vLLM makes lm_head of GPT-NeoX's embed_out and would wait for its scales; an older list's lack is found and repaired."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 512}
+    AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    make_tokenizer(tmp_path / "source")
+    out = tmp_path / "out"
+    export_arm(build_arm(tmp_path / "source", tmp_path / "arm"), out, layout=layout)
+    assert check(out) == []
+    (other,) = {*LAYOUTS} - {layout}
+    convert(out, other, tmp_path / "converted")
+    assert check(tmp_path / "converted") == []
+    if layout == "modelopt":
+        for name in (CONFIG, NESTED):
+            raw = json.loads((out / name).read_text())
+            (raw["quantization_config"]["ignore"] if name == CONFIG else raw["quantization"]["exclude_modules"]).remove("lm_head")
+            (out / name).write_text(json.dumps(raw))
+        (error,) = (finding for finding in check(out) if finding.severity == "error")
+        assert (error.rule, error.module) == ("E7", "lm_head")
+        repair(out, tmp_path / "repaired")
+        assert check(tmp_path / "repaired") == []

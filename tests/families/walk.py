@@ -171,7 +171,8 @@ def _parity(name: str, folder: Path) -> str:
     except EngineError as refusal:
         (folder.parent / "refused.log").write_text(str(refusal))
         reasons = [line for line in str(refusal).splitlines() if re.search(r"\w+(Error|Exception): ", line)]
-        return f"not served here ({reasons[-1].split(': ', 1)[-1].strip()[:80]})" if reasons else "not served here"
+        lacking = [line for line in reasons if "ModuleNotFoundError" in line]  # what vLLM says behind it names no cause
+        return f"not served here ({(lacking or reasons)[-1].split(': ', 1)[-1].strip()[:80]})" if reasons else "not served here"
     difference = max(prompt.max_difference for prompt in data.prompts)
     if not data.holds:
         raise AssertionError(f"vLLM's log-probabilities differ from the reference's by {difference:.2g}")
