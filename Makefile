@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: docs setup demo demo-full test test-in-vllm lint bench gpu-check report-check vllm-env clean families
+.PHONY: docs setup demo demo-full test test-in-vllm lint bench bench-recovery gpu-check report-check vllm-env clean families
 
 setup: $(VENV)/.done
 
@@ -60,6 +60,12 @@ bench: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/export_any_size.py
 	if [ -x $(VLLM_VENV)/bin/python ]; then $(BIN)/python tests/bench/vllm_plugin.py $(MODEL) $(VLLM_VENV)/bin/python; fi
 	$(BIN)/python tests/bench/export_against_modelopt.py $(MODEL) --synthetic 2
+
+# What NVFP4 loses, ours beside ModelOpt's PTQ and plain QAD and (LLM_COMPRESSOR=its python) llm-compressor's, on text files of yours:
+# make bench-recovery CALIBRATION=a.txt TRAIN=b.txt TEST=c.txt; most of an hour on two cores.
+bench-recovery: setup $(MODEL)/config.json
+	$(BIN)/python tests/bench/recovery --model $(MODEL) --calibration $(CALIBRATION) --train $(TRAIN) --test $(TEST) \
+		$(if $(LLM_COMPRESSOR),--llm-compressor $(LLM_COMPRESSOR)) --out runs/recovery $(ARGS)
 
 # Bits, bandwidth and a distillation on a GPU; on a machine without one the same in small. Exit 1 where a bit differs.
 gpu-check: setup
