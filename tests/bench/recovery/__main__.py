@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 import qad
-from harness.records.record import FidelityData, read
-from harness.statistics.intervals import Floats, Ints, cluster_index
+from harness.records.record import FidelityData, FidelitySequence, read
+from harness.statistics.intervals import Floats, cluster_index
 from harness.statistics.resampling import ratio_of_sums
 
 HERE = Path(__file__).parent
@@ -122,14 +122,14 @@ def measure(args: argparse.Namespace, folders: dict[str, Path]) -> dict[str, Any
         "seq_len": SEQ_LEN,
     }
     qad.validate({"bf16": args.model, **folders}, place, measure={"memory": False, "fidelity": text}, seed=args.seed)
-    rows = {arm: _columns(place / "measure" / arm / "fidelity.json") for arm in folders}
-    kl, agree = ({arm: columns[number] for arm, columns in rows.items()} for number in (0, 1))
-    _, _, tokens, cluster = next(iter(rows.values()))
+    data = {arm: _sequences(place / "measure" / arm / "fidelity.json") for arm in folders}
+    kl, agree = ({arm: _column(found, name) for arm, found in data.items()} for name in ("kl_sum", "top1_agree"))
+    sequences = next(iter(data.values()))
+    tokens, cluster = _column(sequences, "tokens"), cluster_index([s.cluster for s in sequences])
 
-    def triple(top: Floats, bottom: Floats, log: bool) -> list[float]:
+    def triple(top: Floats, bottom: Floats, log: bool) -> list[float | None]:
         found = ratio_of_sums(top, bottom, cluster, log=log)
-        assert found.low is not None and found.high is not None, "one document: no interval"
-        return [round(value, 5) for value in (found.value, found.low, found.high)]
+        return [None if value is None else round(value, 5) for value in (found.value, found.low, found.high)]
 
     others = [arm for arm in folders if not arm.startswith("ours")]
     pairs = [(arm, other) for other in others for arm in folders if arm != other]
@@ -143,12 +143,14 @@ def measure(args: argparse.Namespace, folders: dict[str, Path]) -> dict[str, Any
     }
 
 
-def _columns(path: Path) -> tuple[Floats, Floats, Floats, Ints]:
-    """Of each sequence of a record: KL and agreeing tokens (sums), tokens, document [n]."""
+def _sequences(path: Path) -> list[FidelitySequence]:
     found = read(path).data
     assert isinstance(found, FidelityData)
-    kl, agree, tokens = np.array([[s.kl_sum, s.top1_agree, s.tokens] for s in found.sequences], dtype=np.float64).T
-    return kl, agree, tokens, cluster_index([s.cluster for s in found.sequences])
+    return found.sequences
+
+
+def _column(sequences: list[FidelitySequence], name: str) -> Floats:
+    return np.array([getattr(s, name) for s in sequences], dtype=np.float64)
 
 
 def page(found: dict[str, Any], made: dict[str, dict[str, float]], tokens: list[int]) -> str:
@@ -167,7 +169,8 @@ def page(found: dict[str, Any], made: dict[str, dict[str, float]], tokens: list[
         difference = found["kl_difference"].get(f"{ours} - {theirs}")
         if difference is not None:
             said = "nearer to BF16" if difference[2] < 0 else "farther" if difference[1] > 0 else "the interval tells neither"
-            lines.append("- {} - {}: {:+.4f} ({:+.4f} to {:+.4f}): {}".format(ours, theirs, *difference, said))
+            value, low, high = difference
+            lines.append(f"- {ours} - {theirs}: {value:+.4f} ({low:+.4f} to {high:+.4f}): {said}")
     return "\n".join(lines) + "\n"
 
 
