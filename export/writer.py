@@ -68,7 +68,7 @@ def export_arm(arm: Path, out: Path, layout: str = "modelopt", shard_size: int =
         _require_sound(folder)
         return written
 
-    origin = origin_of_arm(finished)
+    origin = origin_of_arm(finished, opened.source.folder)
     return run_stage(KIND, out, config, inputs, work, resumable=True, replace=replace, origin=origin)
 
 

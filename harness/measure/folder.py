@@ -14,7 +14,7 @@ from harness.measure import accuracy, fidelity, throughput
 from harness.measure.subject import Found, Subject
 from harness.memory.served import memory_of, memory_settings
 from harness.records.record import AccuracyData
-from qad.arms.origin import reference_of
+from qad.arms.origin import origin_of, reference_of
 from qad.errors import UsageError
 from qad.recipes.recipe import Accuracy, Fidelity, Throughput
 from qad.text.packing import MINIMUM
@@ -85,6 +85,11 @@ def _fidelity(subject: Subject, section: Fidelity, how: How) -> Found:
     reference, told = reference_of(subject.source, teacher.source, how.other_teacher)
     if told:
         how.say(told)
+    if section.split and origin_of(subject.folder).get("original") == teacher.source.digest:
+        raise UsageError(
+            f"--split gives the teacher's weights the inputs of {subject.folder}, whose channels were balanced: they belong to "
+            "other weights. Give the run's own folder balanced, which has the original's bits, as --teacher"
+        )
     if subject.arm == fidelity.TEACHER and subject.source.digest != teacher.source.digest:
         raise UsageError(
             f"--arm {fidelity.TEACHER} is the original's name, and {subject.folder} is another model: name it otherwise"

@@ -1,7 +1,8 @@
 """Where a checkpoint comes from: its BF16 original, and what its arm was trained with. Kept in manifests under "origin", which is
 no part of a stage's key and goes along from an arm to its exports and their conversions:
 
-    source     digest of the BF16 original
+    source     digest of the BF16 folder it was quantized from
+    original   where that is RUN/balanced (quantize.balance): digest of the original behind it, which has the same bits
     training   of a trained arm: `seed`, and `recipe`, everything else that decided its weights
 """
 
@@ -16,20 +17,28 @@ from qad.errors import UsageError
 from qad.model.source import Checkpoint
 from qad.untrusted import mapping
 
+BALANCED = "balanced"  # kind of a folder that qad.training.balance wrote
 _ALIKE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")  # of a model and what was made from it
 
 
 def origin_of(folder: Path) -> dict[str, Any]:
     """What the manifest of a folder says of its origin; {} where it has none, or none that can be read."""
+    return mapping(_manifest(folder).get("origin"))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return mapping(mapping(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))).get("origin"))
+        return mapping(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 
 
-def origin_of_arm(arm: Artifact) -> dict[str, Any]:
-    """For what is exported from an arm; arms of earlier versions tell their source among their inputs."""
-    return {"source": arm.manifest["inputs"].get("source"), **arm.manifest.get("origin", {})}
+def origin_of_arm(arm: Artifact, source: Path) -> dict[str, Any]:
+    """For what is exported from an arm over the folder `source`; arms of earlier versions tell it among their inputs."""
+    behind = _manifest(source)
+    original = mapping(behind.get("inputs")).get("source") if behind.get("kind") == BALANCED else None
+    found = {"source": arm.manifest["inputs"].get("source"), **arm.manifest.get("origin", {})}
+    return found | ({"original": original} if original else {})
 
 
 def training_of(folder: Path) -> dict[str, Any] | None:
@@ -47,9 +56,10 @@ def reference_of(folder: Checkpoint, teacher: Checkpoint, other: bool) -> tuple[
     Raises UsageError for another reference that is not used on purpose, and for an original that is called another one.
     """
     unquantized = not folder.config.get("quantization_config")
-    own = folder.digest if unquantized else origin_of(folder.folder).get("source")
+    origin = origin_of(folder.folder)
+    own = folder.digest if unquantized else origin.get("source")
     unlike = [name for name in _ALIKE if folder.config.get(name) != teacher.config.get(name)]
-    if own == teacher.digest:
+    if teacher.digest in (own, None if unquantized else origin.get("original")):
         if other:
             raise UsageError(f"--other-teacher: {teacher.folder} is the original of {folder.folder}: leave the option out")
         return None, ""

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qad.arms.origin import BALANCED
 from qad.artifact import run_stage
 from qad.errors import SourceError
 from qad.model.beside import beside
@@ -30,7 +31,6 @@ from qad.text.windows import Windows, WindowSet
 from qad.training.balance.sites import Factor, Site, exponent_of, factors_of, sites_of
 from qad.training.calibrate import forward_to, real_inputs
 
-KIND = "balanced"
 _KINDS = "balanced"  # in the metadata of the weights
 _BATCH = 8  # windows
 
@@ -45,7 +45,7 @@ def balanced(job: Job, out: Path, say: Callable[[str], None] = lambda line: None
     if not job.recipe.quantize.balance or windows is None:
         return job
     artifact = run_stage(
-        KIND,
+        BALANCED,
         out,
         {"balance": 1, **job.compute},
         {"source": job.source.digest, "text": windows.digest},

@@ -41,11 +41,13 @@ LIKE_OURS = ("--lr", "1e-4", "--schedule", "linear")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """name: of what is made and of its measurements. command: run in a process of its own. folders: arm -> exported folder."""
+    """name: of what is made and of its measurements. command: run in a process of its own. folders: arm -> exported folder.
+    start: a folder of ours that it goes on in, and the copy to work in."""
 
     name: str
     command: list[str]
     folders: dict[str, Path]
+    start: tuple[Path, Path] | None = None
 
 
 def steps_of(args: argparse.Namespace) -> list[Step]:
@@ -56,7 +58,11 @@ def steps_of(args: argparse.Namespace) -> list[Step]:
     for number, tokens in enumerate(args.tokens):
         arms = {"ours-plain": "ptq_plain", "ours-ptq": "ptq"} if number == 0 else {}
         name = f"ours-qad-{tokens}"
-        steps.append(_ours(args, name, ["quantize.plain=true", f"train.tokens={tokens}"], {**arms, name: "qad"}))
+        step = _ours(args, name, ["quantize.plain=true", f"train.tokens={tokens}"], {**arms, name: "qad"})
+        if number:  # the PTQ arms are those of the first
+            start = out / f"ours-qad-{args.tokens[0]}", out / name
+            step = dataclasses.replace(step, command=[*step.command, "--redo"], start=start)
+        steps.append(step)
     for tokens in (0, *args.tokens):
         windows = out / f"ours-qad-{tokens or args.tokens[0]}" / "text" / "windows"
         for rate, settings in {"": (), "-1e-4": LIKE_OURS}.items():
@@ -96,6 +102,8 @@ def make(step: Step, out: Path) -> None:
     noted.parent.mkdir(parents=True, exist_ok=True)
     for folder in {folder for folder in step.folders.values() if folder.parent == out}:
         shutil.rmtree(folder, ignore_errors=True)
+    if step.start and not step.start[1].exists():
+        shutil.copytree(*step.start)
     print(f"== {step.name}", flush=True)
     started = time.perf_counter()
     with noted.with_suffix(".log").open("w") as log:

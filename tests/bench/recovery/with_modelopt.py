@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qad.numerics.nvfp4 import fake_quantize, fake_quantize_activation, global_scale_from_amax
 from qad.text.windows import StoredWindows
@@ -91,6 +91,7 @@ def main() -> None:
         teacher = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPE).eval()
         train(student, teacher, windows, args.tokens // windows.seq_len, args.lr, args.schedule)
     export_hf_checkpoint(student.to(DTYPE).eval(), export_dir=args.out)
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def test_the_original_is_no_other_reference(tmp_path: Path, teacher: Checkpoint)
         reference_of(made, teacher, True)
 
 
+def test_behind_a_balanced_folder_its_original_is_one_too(tmp_path: Path, teacher: Checkpoint) -> None:
+    made = checkpoint(tmp_path / "made", quantized=True, origin={"source": "0" * 64, "original": teacher.digest})
+    assert reference_of(made, teacher, False) == (None, "")
+
+
 @pytest.mark.parametrize(
     ("facts", "why"),
     [

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from export.check import check
 from export.writer import export_arm
+from harness.measure.folder import How, measure_folder
 from qad.arms.arm import open_arm
-from qad.errors import SourceError
+from qad.arms.origin import reference_of
+from qad.errors import SourceError, UsageError
 from qad.model.loader import load_model
+from qad.model.source import open_checkpoint
 from qad.numerics.linear import wrap_linears
 from qad.recipes.job import Job, prepare
-from qad.recipes.recipe import Recipe
+from qad.recipes.recipe import Fidelity, Recipe
 from qad.training.balance.balanced import balanced
 from qad.training.balance.sites import exponent_of
 from qad.training.stages import ptq_arm
@@ -110,6 +113,12 @@ def test_it_quantizes_better_and_goes_through_the_whole_pipeline(uneven: Path, t
     assert lost["balanced"] < 0.9 * lost["plain"]
     export_arm(tmp_path / "arms" / "balanced", tmp_path / "out")
     assert check(tmp_path / "out", source=tmp_path / "arms" / "balanced") == []
+    for original in (before.source, after.source):
+        assert reference_of(open_checkpoint(tmp_path / "out", allow_quantized=True), original, False) == (None, "")
+    section = Fidelity.model_validate({"data": str(text_file), "split": True})
+    how = How(teacher=before.source.folder)
+    with pytest.raises(UsageError, match="belong to other weights"):
+        measure_folder(tmp_path / "out", tmp_path / "split.json", "ptq", section, "float32", 0, how)
 
 
 def test_it_is_made_once(uneven: Path, text_file: Path, tmp_path: Path) -> None:
