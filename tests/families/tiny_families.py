@@ -82,8 +82,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": None,
             "num_key_value_heads": 4,
             "q_lora_rank": 64,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
+            "kv_lora_rank": 512,  # with the 64 below the one size that vLLM's CPU build has a kernel for
+            "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 32,
             "v_head_dim": 32,
             "n_routed_experts": 4,
@@ -93,6 +93,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 2,
             "topk_group": 1,
             "n_shared_experts": 1,
+            "topk_method": "noaux_tc",  # these two are what vLLM reads, as published; transformers knows no other
+            "scoring_func": "sigmoid",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
     "Qwen3-Next": ("qwen3_next", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 64}),
@@ -120,7 +130,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Bamba": ("bamba", {**_MAMBA2, "head_dim": None, "attn_layer_indices": [1]}),
-    "LFM2": ("lfm2", {"head_dim": None, "layer_types": ["conv", "full_attention"]}),
+    "LFM2": (  # conv_dim, block_dim, tied: vLLM knows no other
+        "lfm2",
+        {
+            "head_dim": None,
+            "layer_types": ["conv", "full_attention"],
+            "conv_dim": 128,
+            "block_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Jamba": (
         "jamba",
         {

@@ -30,6 +30,7 @@ import qad.hf  # noqa: F401
 from export.check import check
 from export.writer import export_arm
 from harness.measure.parity import measure_parity
+from harness.records.record import ParityData
 from qad.arms.arm import open_arm
 from qad.errors import EngineError, QadError
 from qad.model.families import named_family
@@ -152,31 +153,41 @@ def _trained(job: Job, folder: Path) -> str:
 
 
 def _parity(name: str, folder: Path) -> str:
-    """Log-probabilities of the PTQ export in the real vLLM beside the reference's, FP32; what it does not serve is no fault."""
+    """Log-probabilities of the PTQ export in the real vLLM beside the reference's, FP32; what it does not serve is no fault, nor
+    what it computes differently without any quantization."""
     if named_family(FAMILIES[name][0]).unserved:
         return "not served"
-    folder = folder / "ptq-export"
     try:
-        data = measure_parity(
-            folder,
-            folder.with_name("parity.json"),
-            engine="vllm",
-            python=None,
-            arm="ptq",
-            dtype="float32",
-            new_tokens=8,
-            long_tokens=0,
-            convert=lambda given, place: given,
-        )
+        found = _asked(folder / "ptq-export")
+        if found.holds:
+            return f"holds ({_furthest(found):.0e})"
+        plain = _asked(folder / "source")
     except EngineError as refusal:
-        (folder.parent / "refused.log").write_text(str(refusal))
+        (folder / "refused.log").write_text(str(refusal))
         reasons = [line for line in str(refusal).splitlines() if re.search(r"\w+(Error|Exception): ", line)]
         lacking = [line for line in reasons if "ModuleNotFoundError" in line]  # what vLLM says behind it names no cause
         return f"not served here ({(lacking or reasons)[-1].split(': ', 1)[-1].strip()[:80]})" if reasons else "not served here"
-    difference = max(prompt.max_difference for prompt in data.prompts)
-    if not data.holds:
-        raise AssertionError(f"vLLM's log-probabilities differ from the reference's by {difference:.2g}")
-    return f"holds ({difference:.0e})"
+    if plain.holds:
+        raise AssertionError(f"vLLM's log-probabilities differ from the reference's by {_furthest(found):.2g}")
+    return f"not served here (without quantization as well, vLLM is {_furthest(plain):.0e} from transformers)"
+
+
+def _asked(folder: Path) -> ParityData:
+    return measure_parity(
+        folder,
+        folder.with_name(f"parity-{folder.name}.json"),
+        engine="vllm",
+        python=None,
+        arm="ptq",
+        dtype="float32",
+        new_tokens=8,
+        long_tokens=0,
+        convert=lambda given, place: given,
+    )
+
+
+def _furthest(data: ParityData) -> float:
+    return max(prompt.max_difference for prompt in data.prompts)
 
 
 def _groups(name: str) -> str:
