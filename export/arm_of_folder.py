@@ -17,6 +17,7 @@ from export.check import check
 from export.convert import folder_digest, require_computed
 from export.files.safetensors_writer import write_file
 from export.folder import FLOATING, Folder, open_folder
+from export.layouts.layout import KV_LEAVES, bits_of
 from export.rules.metadata import checked
 from export.stored_tensors import units
 from qad.arms.arm import KEPT, KEPT_FILE, KIND, Arm, write_arm
@@ -31,7 +32,6 @@ from qad.numerics.formats import FORMATS, INPUT_SCALE
 from qad.place import require_apart
 from qad.untrusted.safetensors_header import Entry
 
-_KV = ("k_scale", "v_scale")
 _FAR = 0.5  # of the norm; rounding alone moves a weight by .095, distillation by little more
 
 
@@ -145,7 +145,7 @@ def _kv_scales(folder: Folder) -> dict[str, Tensor]:
     found = {}
     for name in folder.tensors:
         module, _, leaf = name.rpartition(".")
-        if leaf in _KV:
+        if leaf in KV_LEAVES:
             attention = module.removesuffix(f".{leaf[0]}_proj")
             if name == folder.layout.kv_scale(attention, leaf[0]):
                 found[f"{attention}.{leaf}"] = folder.get(name).float().reshape(())
@@ -157,13 +157,13 @@ def _beside(folder: Folder, source: Checkpoint, selection: Selection) -> dict[st
     differ = {}
     for name, (_, entry) in folder.tensors.items():
         module, _, leaf = name.rpartition(".")
-        if (module in selection.modules and leaf in folder.leaves_of(module)) or leaf in _KV:
+        if (module in selection.modules and leaf in folder.leaves_of(module)) or leaf in KV_LEAVES:
             continue
         if name not in source.tensors or source.tensors[name].shape != entry.shape:
             raise UsageError(f"{folder.path} holds {name}, which {source.folder} does not hold in this shape: give its original")
         if entry.dtype in FLOATING:
             stored, own = folder.get(name), source.get(name)
-            if not torch.equal(_bits(stored.to(torch.bfloat16)), _bits(own.to(torch.bfloat16))):
+            if not torch.equal(bits_of(stored.to(torch.bfloat16)), bits_of(own.to(torch.bfloat16))):
                 differ[name] = stored
     return differ
 
@@ -182,13 +182,9 @@ def _require_same(arm: Arm, folder: Folder) -> None:
                 if folder.tensors[name][1].dtype in FLOATING and tensor.dtype != stored.dtype
                 else stored
             )
-            if tensor.shape != rounded.shape or not torch.equal(_bits(tensor), _bits(rounded)):
+            if tensor.shape != rounded.shape or not torch.equal(bits_of(tensor), bits_of(rounded)):
                 raise ArtifactError(
                     f"{name} of {folder.path} would be exported with other bytes, so this folder cannot be kept; report this"
                 )
     if left:
         raise ArtifactError(f"{folder.path} holds {sorted(left)[0]}, which the arm's export would lose")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

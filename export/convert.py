@@ -18,7 +18,7 @@ from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
 from export.layouts.config_files import CONFIG, INDEX, NESTED, write_config_files, write_index
-from export.layouts.layout import LAYOUTS, Layout, require_kv_form
+from export.layouts.layout import KV_LEAVES, LAYOUTS, Layout, require_kv_form
 from export.layouts.scheme import Scheme
 from export.rules.metadata import checked
 from export.writer import KIND, require_room
@@ -32,7 +32,6 @@ from qad.place import require_apart
 from qad.untrusted.safetensors_header import Entry
 
 REWRITTEN = (CONFIG, NESTED, INDEX, MANIFEST)
-_KV = ("k_scale", "v_scale")
 
 
 def convert(folder: Path, layout: str, out: Path) -> Artifact:
@@ -122,7 +121,7 @@ def renamed(folder: Folder, target: Layout, name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if module in folder.packed and leaf in folder.leaves_of(module):
         return f"{module}.{target.leaves_of(folder.format_of(module))[folder.leaves_of(module).index(leaf)]}"
-    if leaf in _KV:
+    if leaf in KV_LEAVES:
         attention = module.removesuffix(f".{leaf[0]}_proj")
         if name == folder.layout.kv_scale(attention, leaf[0]):
             return target.kv_scale(attention, leaf[0])
@@ -149,7 +148,7 @@ def _convert_file(folder: Folder, target: Layout, file: str, path: Path, progres
 def _tensors(folder: Folder, target: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         tensor = folder.get(name)
-        if name.endswith(_KV):
+        if name.endswith(KV_LEAVES):
             tensor = tensor.reshape(target.scalar)
         elif _is_scalar(folder, name):
             format = folder.format_of(name.rpartition(".")[0])
@@ -161,4 +160,4 @@ def _is_scalar(folder: Folder, name: str) -> bool:
     """Global and input scales and KV scales, whose shapes differ between layouts."""
     module, _, leaf = name.rpartition(".")
     scalar = module in folder.packed and leaf in folder.layout.scalars_of(folder.format_of(module))
-    return scalar or leaf in _KV
+    return scalar or leaf in KV_LEAVES

@@ -3,6 +3,8 @@
 # ruff: noqa: RUF001 - typographic characters are what is printed
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from harness.records.comparison import Comparison
 from harness.records.record import ARMS, Record
 from harness.records.verdict import Verdict
@@ -121,12 +123,12 @@ def document(
     arms = people_list([arm_name(arm) for arm in comparison.arms]) if comparison.arms else "no arm"
     sections = [
         Section("summary", "Summary", _kept(details.checks(verdict), tables.summary(comparison, records))),
-        Section("benchmarks", "Recovery by benchmark", _benchmarks(comparison)),
-        Section("fidelity", "Fidelity to the BF16 teacher", _fidelity(run, comparison, records)),
-        Section("training", "Training", _training(run, comparison)),
-        Section("memory", "Size and memory", _memory(comparison, records)),
-        Section("speed", "Speed", _speed(comparison, records), folded=tables.emulated_alone(comparison)),
-        Section("parity", "Parity of an engine", _kept(parity.parity(records)) or [_nothing("Parity")]),
+        Section("benchmarks", "Recovery by benchmark", _or_nothing("Recovery", *_benchmarks(comparison))),
+        Section("fidelity", "Fidelity to the BF16 teacher", _or_nothing("Fidelity", *_fidelity(run, comparison, records))),
+        Section("training", "Training", _or_nothing("The training curve", *_training(run, comparison))),
+        Section("memory", "Size and memory", _or_nothing("Size", *_memory(comparison, records))),
+        Section("speed", "Speed", _or_nothing("Speed", *_speed(comparison, records)), folded=tables.emulated_alone(comparison)),
+        Section("parity", "Parity of an engine", _or_nothing("Parity", parity.parity(records))),
         Section("checked", "What each arm was checked with", _kept(checked.checked(run, comparison, records, others))),
         Section("missing", "What was not measured, and why", [Notes(merged(missing, comparison.arms))]),
         *([Section("items", "Changed items", [*changed, EVERY_ITEM], folded=True)] if changed else []),
@@ -153,57 +155,44 @@ def _kept(*blocks: Block | None) -> list[Block]:
     return [block for block in blocks if block is not None]
 
 
-def _nothing(what: str) -> Text:
-    return Text(f"{what} was not measured; see “What was not measured”.")
+def _or_nothing(what: str, *blocks: Block | None) -> list[Block]:
+    return _kept(*blocks) or [Text(f"{what} was not measured; see “What was not measured”.")]
 
 
-def _benchmarks(comparison: Comparison) -> list[Block]:
-    return _kept(
-        details.benchmarks(comparison), details.contrasts(comparison), details.noise_floor(comparison), strata.outputs(comparison)
-    ) or [_nothing("Recovery")]
+def _benchmarks(comparison: Comparison) -> Iterator[Block | None]:
+    for part in (details.benchmarks, details.contrasts, details.noise_floor, strata.outputs):
+        yield part(comparison)
 
 
-def _fidelity(run: Run, comparison: Comparison, records: list[Record]) -> list[Block]:
-    blocks = _kept(
-        details.qad_against_ptq(comparison),
-        figures.fidelity(comparison, records),
-        details.token_kl(comparison),
-        search.searched(run),
-        figures.strata(comparison),
-        strata.where_it_sits(comparison),
-        strata.kl_by_stratum(comparison),
-        strata.continuations(comparison),
-    )
-    return blocks or [_nothing("Fidelity")]
+def _fidelity(run: Run, comparison: Comparison, records: list[Record]) -> Iterator[Block | None]:
+    yield details.qad_against_ptq(comparison)
+    yield figures.fidelity(comparison, records)
+    yield details.token_kl(comparison)
+    yield search.searched(run)
+    yield figures.strata(comparison)
+    yield strata.where_it_sits(comparison)
+    yield strata.kl_by_stratum(comparison)
+    yield strata.continuations(comparison)
 
 
-def _training(run: Run, comparison: Comparison) -> list[Block]:
-    logs = {QAD: run.steps, **run.other_steps}
-    return _kept(figures.training(run.steps, run.other_steps), details.validation(logs), seeds.training_seeds(comparison)) or [
-        _nothing("The training curve")
-    ]
+def _training(run: Run, comparison: Comparison) -> Iterator[Block | None]:
+    yield figures.training(run.steps, run.other_steps)
+    yield details.validation({QAD: run.steps, **run.other_steps})
+    yield seeds.training_seeds(comparison)
 
 
-def _memory(comparison: Comparison, records: list[Record]) -> list[Block]:
-    arms = comparison.arms
-    blocks = _kept(
-        capacity.headline(arms, records),
-        accuracy_against_size(comparison, tables.memory_of(records)),
-        figures.memory(arms, records),
-        details.memory(arms, records),
-        capacity.sequences(arms, records),
-        capacity.serving(arms, records),
-    )
-    return blocks or [_nothing("Size")]
+def _memory(comparison: Comparison, records: list[Record]) -> Iterator[Block | None]:
+    yield capacity.headline(comparison.arms, records)
+    yield accuracy_against_size(comparison, tables.memory_of(records))
+    for part in (figures.memory, details.memory, capacity.sequences, capacity.serving):
+        yield part(comparison.arms, records)
 
 
-def _speed(comparison: Comparison, records: list[Record]) -> list[Block]:
-    return _kept(
-        details.speed(comparison, records),
-        pareto.pareto_figure(comparison, records),
-        serving.serving_table(comparison, records),
-        serving.serving_notes(records),
-    ) or [_nothing("Speed")]
+def _speed(comparison: Comparison, records: list[Record]) -> Iterator[Block | None]:
+    yield details.speed(comparison, records)
+    yield pareto.pareto_figure(comparison, records)
+    yield serving.serving_table(comparison, records)
+    yield serving.serving_notes(records)
 
 
 def _recipe(run: Run) -> list[Block]:

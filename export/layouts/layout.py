@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from qad.errors import UsageError
 from qad.numerics.formats import FORMATS, KV_FORMATS, NVFP4, Format, InLayout, Quantized, Stored
 from qad.untrusted.safetensors_header import Entry
+
+ROTARY = "inv_freq"  # a buffer that old checkpoints store
+KV_LEAVES = ("k_scale", "v_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,3 +116,8 @@ def scale_leaves() -> frozenset[str]:
 def code_dtypes() -> frozenset[str]:
     """Dtypes of the codes of every format: a weight of one of them is quantized."""
     return frozenset(format.tensors[0].dtype for format in FORMATS.values())
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Its bytes, U8 [bytes]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from export.folder import FLOATING, Folder
-from export.layouts.layout import Layout
+from export.layouts.layout import ROTARY, Layout, bits_of
 from export.rules.against_source import against_source
 from export.rules.findings import Finding, error, warning
 from qad.arms.arm import Arm, open_arm
 from qad.numerics.formats import FORMATS, INPUT_SCALE, Quantized
 from qad.numerics.groups import quantize_group
-
-_ROTARY = "inv_freq"  # a buffer that old checkpoints store
 
 
 def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
@@ -37,7 +35,7 @@ def against_arm(folder: Folder, source: Path) -> Iterator[Finding]:
     for name, (_, entry) in folder.tensors.items():
         if entry.dtype in FLOATING and name in known and name.rpartition(".")[0] not in folder.packed:
             stored, own = folder.get(name).to(torch.bfloat16), arm.weight(name).to(torch.bfloat16)
-            if stored.shape != own.shape or not torch.equal(_bits(stored), _bits(own)):
+            if stored.shape != own.shape or not torch.equal(bits_of(stored), bits_of(own)):
                 told = f"{name} is not {arm.name}'s, rounded to BF16"
                 yield error("W3", name.rpartition(".")[0], told, f"export {source} again")
     yield from _lost(folder, arm)
@@ -50,7 +48,7 @@ def _lost(folder: Folder, arm: Arm) -> Iterator[Finding]:
         module, dtype = name.rpartition(".")[0], info.dtype
         stored = name if info.part is None else info.part.whole
         here = {name, stored} & folder.tensors.keys() or module in folder.packed or (folder.tied and module == folder.head)
-        if not here and dtype in FLOATING and not name.endswith(_ROTARY):
+        if not here and dtype in FLOATING and not name.endswith(ROTARY):
             told = f"{name} is missing: the source holds it, and an engine that builds it makes it up"
             drafts = " (a head that drafts tokens: no draft is accepted)" if folder.drafts.holds(name) else ""
             yield error("W3", module, told + drafts, f"export {arm.folder} again")
@@ -69,7 +67,7 @@ def modules_of_arm(folder: Folder, layout: Layout, arm: Arm) -> tuple[int, int]:
             if all(n in found and found[n].dtype == t.dtype and found[n].shape == t.shape for n, t in wanted.items()):
                 whole += 1
                 same += all(
-                    torch.equal(_bits(found[f"{module}.{leaf}"]), _bits(wanted[f"{module}.{leaf}"]))
+                    torch.equal(bits_of(found[f"{module}.{leaf}"]), bits_of(wanted[f"{module}.{leaf}"]))
                     for leaf in _exact_leaves(layout, format)
                 )
     return same, whole
@@ -117,7 +115,7 @@ def _same(folder: Folder, module: str, own: Quantized) -> bool:
     format = folder.format_of(module)
     for place, ours, theirs in zip(FORMATS[format].tensors, own.tensors, folder.quantized(module).tensors, strict=False):
         near = place.per is None and _converted(format)
-        if not (_within_one_ulp(theirs, ours) if near else torch.equal(_bits(ours), _bits(theirs))):
+        if not (_within_one_ulp(theirs, ours) if near else torch.equal(bits_of(ours), bits_of(theirs))):
             return False
     return True
 
@@ -174,7 +172,3 @@ def _relative_error(decoded: Tensor, weight: Tensor) -> float:
     """||decoded - w|| / ||w||; 0 where both are zero."""
     difference, norm = (decoded - weight.float()).norm(), weight.float().norm()
     return float(difference / norm) if norm > 0 else float(difference)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from export.files.json_files import json_faults, read_json
 from export.folder import FLOATING, Folder
 from export.layouts.config_files import INDEX
+from export.layouts.layout import ROTARY
 from export.rules.findings import Finding, error, warning
 from export.rules.tensors import missing_siblings
 from qad.untrusted import mapping
@@ -15,7 +16,6 @@ from qad.untrusted import mapping
 _AGAIN = "export again into an empty folder"
 _OWN_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ROTARY = "inv_freq"  # a buffer that old checkpoints store
 
 
 def e11_files(folder: Folder) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def _against_architecture(folder: Folder) -> Iterator[Finding]:
     extra = [
         name
         for name in folder.tensors
-        if name not in places and ".experts." not in name and not name.endswith((_ROTARY, ".k_scale", ".v_scale"))
+        if name not in places and ".experts." not in name and not name.endswith((ROTARY, ".k_scale", ".v_scale"))
     ]
     extra = [name for name in extra if name.rpartition(".")[0] not in packed and not (folder.tied and folder.head in name)]
     extra = [name for name in extra if not (folder.drafts.number and folder.drafts.holds(name))]

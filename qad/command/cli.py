@@ -12,7 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from qad.command import folders, interface
@@ -61,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(args: argparse.Namespace) -> int:
     decide(args)
     command: Callable[[argparse.Namespace], int] = args.command
+    trusted: AbstractContextManager[object] = nullcontext()
     if getattr(args, "trust_remote_code", False):
         from qad.model.loader import remote_code
 
-        with remote_code(True):
-            return on_ranks(command, args, may_share=command in (_run, _train, _ptq))
-    return on_ranks(command, args, may_share=command in (_run, _train, _ptq))
+        trusted = remote_code(True)
+    with trusted:
+        return on_ranks(command, args, may_share=command in (_run, _train, _ptq))
 
 
 def _parser() -> argparse.ArgumentParser:

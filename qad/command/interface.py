@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 
+def _table(name: str, text: str) -> property:
+    def read(results: Results) -> pd.DataFrame:
+        import pandas as pd
+
+        path = results.folder / "report" / "tables" / f"{name}.parquet"
+        if not path.is_file():
+            raise UsageError(f"there is no {path}: `qad report {results.folder}` renders it from the records")
+        return pd.read_parquet(path)
+
+    return property(read, doc=text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Results:
     """What a folder of `run`, `validate` or `compare` found, read when asked for. The tables are those of RUN/report/tables.
@@ -59,43 +71,12 @@ class Results:
 
         return from_json(self._contents["comparison"])
 
-    @property
-    def estimates(self) -> pd.DataFrame:
-        """Every number with its interval, one a row."""
-        return self._table("estimates")
-
-    @property
-    def items(self) -> pd.DataFrame:
-        """Every question, an arm's score beside BF16's."""
-        return self._table("items")
-
-    @property
-    def memory(self) -> pd.DataFrame:
-        """Bytes on disk by class."""
-        return self._table("memory")
-
-    @property
-    def throughput(self) -> pd.DataFrame:
-        """Tokens a second, every repeat."""
-        return self._table("throughput")
-
-    @property
-    def parity(self) -> pd.DataFrame:
-        """An engine beside the torch reference, a row a prompt and a row a Linear."""
-        return self._table("parity")
-
-    @property
-    def training(self) -> pd.DataFrame:
-        """The lines of metrics.jsonl."""
-        return self._table("training")
-
-    def _table(self, name: str) -> pd.DataFrame:
-        import pandas as pd
-
-        path = self.folder / "report" / "tables" / f"{name}.parquet"
-        if not path.is_file():
-            raise UsageError(f"there is no {path}: `qad report {self.folder}` renders it from the records")
-        return pd.read_parquet(path)
+    estimates = _table("estimates", "Every number with its interval, one a row.")
+    items = _table("items", "Every question, an arm's score beside BF16's.")
+    memory = _table("memory", "Bytes on disk by class.")
+    throughput = _table("throughput", "Tokens a second, every repeat.")
+    parity = _table("parity", "An engine beside the torch reference, a row a prompt and a row a Linear.")
+    training = _table("training", "The lines of metrics.jsonl.")
 
     @functools.cached_property
     def _contents(self) -> dict[str, Any]:

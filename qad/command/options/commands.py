@@ -40,9 +40,7 @@ def parser_of(
 def _of_recipes(add: Add) -> None:
     sub = add("run", "everything: calibrate, train, export, check, measure, report")
     _recipe(sub)
-    sub.add_argument(
-        "--out", type=arguments.path, required=True, metavar="RUN", help="run folder; finished stages in it are reused"
-    )
+    _out(sub, "RUN", "run folder; finished stages in it are reused")
     sub.add_argument("--redo", action="store_true", help="make trained arms again that the recipe would make otherwise")
 
     sub = add("init", "write a commented recipe to begin with")
@@ -64,11 +62,11 @@ def _of_recipes(add: Add) -> None:
 
     sub = add("ptq", "make the PTQ arm: calibrate, no training")
     _recipe(sub)
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
+    _out(sub, "DIR", "arm folder to write")
 
     sub = add("train", "make the QAD (or QAT) arm: calibrate, then train")
     _recipe(sub)
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="arm folder to write")
+    _out(sub, "DIR", "arm folder to write")
     sub.add_argument(
         "--ptq", type=arguments.path, metavar="ARM_DIR", help="PTQ arm to start from (default: DIR/../ptq, made if absent)"
     )
@@ -85,19 +83,19 @@ def _of_folders(add: Add) -> None:
         metavar="BYTES",
         help="largest weight file (default: 5000000000)",
     )
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
+    _out(sub, "DIR", "checkpoint folder to write")
 
     sub = add("convert", "write a checkpoint in the other layout, without quantizing again")
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="NVFP4 checkpoint to read")
     sub.add_argument("--layout", choices=_LAYOUTS, required=True, help="layout to write")
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="checkpoint folder to write")
+    _out(sub, "DIR", "checkpoint folder to write")
 
     sub = add("import", "make an arm of what another tool distilled or exported")
     sub.add_argument("folder", type=arguments.path, metavar="DIR", help="its NVFP4 export, or its unquantized weights")
     sub.add_argument("--as", choices=["ptq", "qad", "qat"], required=True, dest="name", help="what the arm is")
     sub.add_argument("--source", type=arguments.text, required=True, dest="original", metavar="DIR", help="its BF16 original")
     sub.add_argument("--recipe", type=arguments.text, help="of unquantized weights without scales: its quantize and calibrate")
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="ARM_DIR", help="arm folder to write")
+    _out(sub, "ARM_DIR", "arm folder to write")
     trust(sub)
 
     sub = add("check", "refuse a broken NVFP4 checkpoint before an engine serves it")
@@ -119,7 +117,7 @@ def _of_folders(add: Add) -> None:
 def _of_measuring(add: Add) -> None:
     sub = add("validate", "check, measure and judge folders that any tool made: one report")
     sub.add_argument("folders", nargs="+", metavar="NAME=DIR", help="bf16=DIR, the original, and quantized folders")
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="RUN", help="folder for records and report")
+    _out(sub, "RUN", "folder for records and report")
     measuring.validation(sub)
     _policy(sub)
     trust(sub)
@@ -138,7 +136,7 @@ def _of_results(add: Add) -> None:
         metavar="[NAME=]ARM",
         help="records (RUN/measure/bf16 or one file), a CSV file, a result folder of lm-eval or NeMo Evaluator; baseline first",
     )
-    sub.add_argument("--out", type=arguments.path, required=True, metavar="DIR", help="comparison folder to write")
+    _out(sub, "DIR", "comparison folder to write")
     sub.add_argument(
         "--noise-floor",
         type=arguments.path,
@@ -180,6 +178,10 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
         help="override one key, such as train.lr=1e-5; may be repeated",
     )
     trust(parser)
+
+
+def _out(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
+    parser.add_argument("--out", type=arguments.path, required=True, metavar=metavar, help=text)
 
 
 def _gpus(parser: argparse.ArgumentParser) -> None:

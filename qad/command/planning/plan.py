@@ -12,7 +12,7 @@ from pathlib import Path
 from qad.command.planning.init import gpu_bytes
 from qad.command.planning.machine import require_memory, require_room, shapes
 from qad.command.planning.preflight import require_measurable
-from qad.command.planning.scale import config_alone, config_shape, scale_lines
+from qad.command.planning.scale import config_alone, config_shape, gigabytes, scale_lines
 from qad.numerics.formats import FORMATS
 from qad.recipes.job import Job, prepare, require_enough_text
 from qad.recipes.quantize import BF16
@@ -105,16 +105,12 @@ def _disk(job: Job) -> Iterator[str]:
     rest = sum(size for name, size in parameters.items() if name.rpartition(".")[0] not in job.selection.modules)
     checkpoint = quantized + 2 * rest
     total = sum(parameters.values())
-    smaller = f"{2 * total / checkpoint:.2f}x smaller than {_gigabytes(2 * total)} in BF16"
-    trained = f", trained arm {_gigabytes(4 * total)}, resumable state up to {_gigabytes(24 * total)} while it is replaced"
-    yield f"disk   checkpoint {_gigabytes(checkpoint)} ({smaller}){trained if job.recipe.train else ''}"
+    smaller = f"{2 * total / checkpoint:.2f}x smaller than {gigabytes(2 * total)} in BF16"
+    trained = f", trained arm {gigabytes(4 * total)}, resumable state up to {gigabytes(24 * total)} while it is replaced"
+    yield f"disk   checkpoint {gigabytes(checkpoint)} ({smaller}){trained if job.recipe.train else ''}"
 
 
 def _parameters(job: Job) -> dict[str, int]:
     """Elements by name, a tied head once."""
     tied = {job.source.head} if job.source.tied_embeddings else set()
     return {name: math.prod(info.shape) for name, info in job.source.tensors.items() if name not in tied}
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

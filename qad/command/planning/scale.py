@@ -197,7 +197,7 @@ def as_it_fits(job: Job, say: Callable[[str], None]) -> Job:
     one = need(Shape.of(skeleton, job.selection, train), train, job.dtype, ranks, teacher).total
     if one <= room or not skeleton.supports_gradient_checkpointing:
         return job
-    say(f"       {_gigabytes(one)} a rank by plan, the GPU has {_gigabytes(room)}: activations are computed again in backward")
+    say(f"       {gigabytes(one)} a rank by plan, the GPU has {gigabytes(room)}: activations are computed again in backward")
     train = train.model_copy(update={"activation_checkpointing": True})
     return dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": train}))
 
@@ -223,13 +223,13 @@ def scale_lines(shape: Shape, train: Train, dtype: str, teacher: Shape | None = 
         f"{flops(shape, train, teacher):.3g} FLOPs for {train.tokens_used:,} tokens"
     )
     one = need(shape, train, dtype, 1, teacher)
-    listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in one.parts.items())
-    own = f"on a CPU {_gigabytes(INTERPRETER)} more, the interpreter with torch"
-    yield f"       one process takes {_gigabytes(one.total)}: {listed}; {own}"
+    listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in one.parts.items())
+    own = f"on a CPU {gigabytes(INTERPRETER)} more, the interpreter with torch"
+    yield f"       one process takes {gigabytes(one.total)}: {listed}; {own}"
     for gpu in GPUS:
         yield f"       {gpu.name:<5}{_on(gpu, shape, train, dtype, teacher)}"
     state = 4 * shape.parameters + (2 if train.optimizer == "adamw8bit" else 8) * shape.trained
-    yield f"       a state on disk is {_gigabytes(state)}, twice that while one replaces another"
+    yield f"       a state on disk is {gigabytes(state)}, twice that while one replaces another"
 
 
 def _on(gpu: Gpu, shape: Shape, train: Train, dtype: str, teacher: Shape | None) -> str:
@@ -238,7 +238,7 @@ def _on(gpu: Gpu, shape: Shape, train: Train, dtype: str, teacher: Shape | None)
     hours = flops(shape, train, teacher) / (gpu.flops * utilization(shape)) / 3600
     if fitting == 1:
         return f"fits on one, {_hours(hours)} at {utilization(shape):.0%} of its peak"
-    told = f"does not fit on one ({_gigabytes(gpu.memory)}); this would: "
+    told = f"does not fit on one ({gigabytes(gpu.memory)}); this would: "
     lighter = _lighter(shape, train, dtype, room, teacher)
     if lighter:
         return f"{told}{lighter} ({_hours(hours)})"
@@ -249,7 +249,7 @@ def _on(gpu: Gpu, shape: Shape, train: Train, dtype: str, teacher: Shape | None)
     if fitting is None:
         return f"{told}nothing up to {RANKS[-1]} ranks"
     hours = flops(shape, train, teacher) / (gpu.flops * utilization(shape)) / 3600
-    each = _gigabytes(need(shape, train, dtype, fitting, teacher).total)
+    each = gigabytes(need(shape, train, dtype, fitting, teacher).total)
     return f"{told}{shorter}{fitting} ranks of {each} each ({_hours(hours / fitting)}), by torchrun"
 
 
@@ -305,7 +305,7 @@ def config_shape(folder: Path, recipe: Recipe) -> tuple[Shape, str]:
     return Shape.of(model, selection, recipe.train), f"{len(selection.modules):,} Linears are quantized"
 
 
-def _gigabytes(size: float) -> str:
+def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
