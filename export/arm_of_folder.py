@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export.check import check
+from export.check import require_sound
 from export.convert import folder_digest, require_computed
 from export.files.safetensors_writer import write_file
 from export.folder import FLOATING, Folder, open_folder
@@ -25,7 +25,7 @@ from qad.arms.kv_cache import CALIBRATED, CAST, OFF
 from qad.arms.origin import origin_of
 from qad.arms.selection import Selection, given_selection
 from qad.artifact import Artifact, run_stage
-from qad.errors import ArtifactError, BrokenCheckpointError, UsageError
+from qad.errors import ArtifactError, UsageError
 from qad.model.loader import load_skeleton
 from qad.model.source import Checkpoint, open_checkpoint
 from qad.numerics.formats import FORMATS, INPUT_SCALE
@@ -48,13 +48,7 @@ def arm_of_folder(folder: Path, source: str, name: str, out: Path, replace: bool
     require_apart(out, {"checkpoint": folder, "source model": original.folder})
     if opened.algorithm not in checked():
         raise UsageError(f"{folder} is {opened.algorithm}: only {', '.join(checked())} can be imported")
-    errors = [finding for finding in check(folder) if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        raise BrokenCheckpointError(
-            f"{folder} does not pass `qad check` ({len(errors)} errors, first {first.rule} {first.module}: {first.message}): "
-            f"repair it first (`qad check {folder} --fix OUT`)"
-        )
+    require_sound(folder)
     require_computed(opened, "imported")
     selection = _selection(opened, original)
     _require_original(opened, original, selection)

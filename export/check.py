@@ -16,7 +16,7 @@ from export.rules import coverage, draft_heads, expert_modules, files, metadata,
 from export.rules.against_arm import against_arm
 from export.rules.as_written import e12_as_written
 from export.rules.findings import Finding, error, to_json, warning
-from qad.errors import UsageError
+from qad.errors import BrokenCheckpointError, UsageError
 
 __all__ = ["Finding", "check", "looked_at", "to_json"]
 
@@ -61,6 +61,14 @@ def in_one_line(errors: list[Finding]) -> str:
     """How many, and the first."""
     first, count = errors[0], len(errors)
     return f"{count} error{'s' if count > 1 else ''}, first {first.rule} {first.module}: {first.message}"
+
+
+def require_sound(folder: Path) -> None:
+    """Raises BrokenCheckpointError for a folder that `check` refuses."""
+    if errors := errors_of(folder):
+        raise BrokenCheckpointError(
+            f"{folder} does not pass `qad check` ({in_one_line(errors)}): repair it first (`qad check {folder} --fix OUT`)"
+        )
 
 
 def looked_at(folder: Path) -> str:

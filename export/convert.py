@@ -13,7 +13,7 @@ from torch import Tensor
 
 from export.card import relabel
 from export.card_sections import serve_section
-from export.check import errors_of, in_one_line
+from export.check import require_sound
 from export.files.safetensors_writer import write_file
 from export.files.whole_files import WholeFiles, byte_progress
 from export.folder import Folder, open_folder
@@ -25,7 +25,7 @@ from export.writer import KIND, require_room
 from qad.arms.kv_cache import CAST
 from qad.arms.origin import origin_of
 from qad.artifact import MANIFEST, Artifact, digest_of, run_stage, sha256_file
-from qad.errors import BrokenCheckpointError, UsageError
+from qad.errors import UsageError
 from qad.model.beside import beside
 from qad.model.families import DEFAULT
 from qad.place import require_apart
@@ -77,11 +77,7 @@ def require_convertible(folder: Folder, target: Layout) -> Scheme:
     """The scheme to write. Raises as `convert` does."""
     if folder.algorithm is not None and folder.algorithm not in checked():
         raise UsageError(f"{folder.path} is {folder.algorithm}: only {', '.join(checked())} can be converted")
-    if errors := errors_of(folder.path):
-        raise BrokenCheckpointError(
-            f"{folder.path} does not pass `qad check` ({in_one_line(errors)}): repair it first (`qad check {folder.path} --fix "
-            "OUT`)"
-        )
+    require_sound(folder.path)
     require_computed(folder, "converted")
     if folder.layout is target:
         raise UsageError(f"{folder.path} is in the {target.name} layout already: there is nothing to convert")

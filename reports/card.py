@@ -5,7 +5,6 @@ from __future__ import annotations
 from harness.records.comparison import Comparison
 from harness.records.record import Record
 from qad.untrusted import markdown_text
-from reports.parts import Cell, Row
 from reports.sections.outcome import BASELINE, arm_name, emulated_arms
 from reports.sections.tables import accuracy_group, fidelity_group
 
@@ -18,7 +17,7 @@ def recovery_table(comparison: Comparison, records: list[Record], arm: str) -> s
         return None
     shown = [comparison.arms.index(BASELINE), comparison.arms.index(arm), -1]
     rows = [
-        _line([_label(row), *(_text(row.cells[column]) for column in shown)])
+        _line([_text(row.label, row.detail), *(_text(cell.text, cell.detail) for cell in map(row.cells.__getitem__, shown))])
         for group in (accuracy_group(comparison), fidelity_group(comparison))
         for row in group.rows
         if row.label not in _OF_SEVERAL_ARMS
@@ -36,9 +35,5 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _label(row: Row) -> str:
-    return markdown_text(row.label + (f" ({row.detail})" if row.detail else ""))
-
-
-def _text(cell: Cell) -> str:
-    return markdown_text(cell.text + (f" ({cell.detail})" if cell.detail else ""))
+def _text(text: str, detail: str) -> str:
+    return markdown_text(text + (f" ({detail})" if detail else ""))

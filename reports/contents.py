@@ -16,7 +16,8 @@ from reports.load import Run, SplitText, Step
 from reports.parts import Banner, Document
 from reports.sections import items, origin
 from reports.sections.engine_parity import Parity, parity_of
-from reports.sections.tables import memory_of, points_of
+from reports.sections.outcome import memory_of
+from reports.sections.tables import points_of
 
 SCHEMA_VERSION = 3
 

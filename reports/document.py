@@ -18,7 +18,7 @@ from reports.parts import Block, Code, Document, Notes, Section, Text
 from reports.sections import capacity, checked, details, origin, search, seeds, serving, strata, tables
 from reports.sections import engine_parity as parity
 from reports.sections.missing import merged
-from reports.sections.outcome import QAD, arm_name, banners, decision, outcome, tiles
+from reports.sections.outcome import QAD, arm_name, banners, decision, memory_of, outcome, tiles
 
 RECIPE_LIMIT = 100_000
 EVERY_ITEM = Text("Every item, with its hashes and scores, is in tables/items.parquet and tables/items.csv.")
@@ -183,7 +183,7 @@ def _training(run: Run, comparison: Comparison) -> Iterator[Block | None]:
 
 def _memory(comparison: Comparison, records: list[Record]) -> Iterator[Block | None]:
     yield capacity.headline(comparison.arms, records)
-    yield accuracy_against_size(comparison, tables.memory_of(records))
+    yield accuracy_against_size(comparison, memory_of(records))
     for part in (figures.memory, details.memory, capacity.sequences, capacity.serving):
         yield part(comparison.arms, records)
 

@@ -22,7 +22,8 @@ from qad.untrusted import clean, utf8
 from reports.load import Run
 from reports.sections.engine_parity import parity_of
 from reports.sections.items import Pair
-from reports.sections.tables import memory_of, points_of
+from reports.sections.outcome import memory_of
+from reports.sections.tables import points_of
 
 _FORMULA = ("=", "+", "-", "@")
 CSV_LIMIT = 400  # characters of a text

@@ -9,11 +9,15 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.engines.registered import ENGINES, HERE
 from qad.command.options import measuring as options
 from qad.errors import UsageError
 from qad.untrusted import mapping, regular_bytes, strict_json
+
+if TYPE_CHECKING:
+    from harness.serving.sweep import Plan
 
 _Option = Callable[[argparse.ArgumentParser], None]
 _Say = Callable[[str], None]
@@ -182,22 +186,13 @@ def _throughput(args: argparse.Namespace, say: _Say) -> int:
         say(f"record: {args.out}")
         return 0
     from harness.measure.throughput import Serving, measure_served
-    from harness.serving.sweep import Plan
 
     if args.server:
         _require_unused(
             args, ("python", "engine_options", "ready_timeout"), "is of an engine that is started: leave out --server"
         )
     _require_log(args)
-    plan = Plan(
-        args.concurrency or [1, 4, 16],
-        args.isl or [128],
-        args.osl or [128],
-        args.repeats or 3,
-        args.requests,
-        args.endpoint or "completions",
-        args.seed,
-    )
+    plan = _plan(args, [1, 4, 16], args.endpoint or "completions")
     serving = Serving(
         args.engine,
         args.python,
@@ -217,14 +212,19 @@ def _bench(args: argparse.Namespace, say: _Say) -> int:
     from harness.engines.environment import engine_python
     from harness.measure.offline import Offline
     from harness.measure.throughput import measure_benched
-    from harness.serving.sweep import Plan
 
-    concurrency = args.concurrency or ([1] if args.mode == "latency" else [1, 4, 16])
-    plan = Plan(concurrency, args.isl or [128], args.osl or [128], args.repeats or 3, args.requests, seed=args.seed)
+    plan = _plan(args, [1] if args.mode == "latency" else [1, 4, 16])
     offline = Offline(
         engine_python("trtllm", args.python), args.mode, args.max_model_len, tuple(args.engine_options), float(args.timeout)
     )
     return measure_benched(args.folder, _arms(args), args.out, plan, offline, say)
+
+
+def _plan(args: argparse.Namespace, concurrency: list[int], endpoint: str = "completions") -> Plan:
+    from harness.serving.sweep import Plan
+
+    asked = args.concurrency or concurrency
+    return Plan(asked, args.isl or [128], args.osl or [128], args.repeats or 3, args.requests, endpoint, args.seed)
 
 
 def _arms(args: argparse.Namespace) -> list[str]:

@@ -26,9 +26,8 @@ from reports.load import Step
 from reports.numbers import GB, gigabytes, people_list, percent, significant
 from reports.parts import Figure
 from reports.sections.details import CLASSES
-from reports.sections.outcome import BASELINE, arm_name
+from reports.sections.outcome import BASELINE, arm_name, memory_of
 from reports.sections.strata import Curve, curves
-from reports.sections.tables import memory_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from harness.records.record import CacheCost, EngineMemory, MemoryData, Record, 
 from qad.untrusted import clean
 from reports.numbers import gigabytes, people_list, significant
 from reports.parts import Cell, Group, Row, Table, Text
-from reports.sections.outcome import BASELINE, arm_name
+from reports.sections.outcome import BASELINE, arm_name, memory_of
 
 NOT_REPORTED = Cell("not reported")
 _LABELS = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}
@@ -22,8 +22,7 @@ def memory_records(records: list[Record]) -> dict[str, Record]:
 
 def sequences(arms: list[str], records: list[Record]) -> Table | None:
     """KV bytes per token, and the least memory for one sequence, from the config."""
-    costs = {arm: r.data.cache for arm, r in memory_records(records).items() if isinstance(r.data, MemoryData)}
-    known = {arm: cost for arm in arms if (cost := costs.get(arm)) is not None}
+    known = {arm: data.cache for arm, data in memory_of(records).items() if arm in arms and data.cache is not None}
     if not known:
         return None
 
@@ -115,8 +114,7 @@ def serving(arms: list[str], records: list[Record]) -> Table | None:
 
 
 def _served(records: list[Record]) -> dict[str, EngineMemory]:
-    data = {arm: r.data for arm, r in memory_records(records).items() if isinstance(r.data, MemoryData)}
-    return {arm: memory.serving for arm, memory in data.items() if memory.serving is not None}
+    return {arm: memory.serving for arm, memory in memory_of(records).items() if memory.serving is not None}
 
 
 def _engine(record: Record) -> str:

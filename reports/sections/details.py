@@ -13,17 +13,8 @@ from qad.untrusted import clean
 from reports.load import SplitText, Step
 from reports.numbers import gigabytes_in_column, percent, plural, significant
 from reports.parts import Cell, Group, Row, Table
-from reports.sections.outcome import BASELINE, arm_name, filter_note, reading
-from reports.sections.tables import (
-    NOT_AVAILABLE,
-    NOT_MEASURED,
-    count_cell,
-    memory_of,
-    number_cell,
-    points_cell,
-    share_cell,
-    speed_group,
-)
+from reports.sections.outcome import BASELINE, arm_name, filter_note, memory_of, reading
+from reports.sections.tables import NOT_AVAILABLE, NOT_MEASURED, count_cell, number_cell, points_cell, share_cell, speed_group
 
 CLASSES = {
     "fp4_codes": "FP4 codes",

@@ -13,7 +13,7 @@ from reports.load import Run
 from reports.numbers import people_list
 from reports.sections.engine_parity import parity_of
 from reports.sections.items import SAMPLES
-from reports.sections.outcome import BASELINE, PTQ, QAD, arm_name
+from reports.sections.outcome import BASELINE, PTQ, QAD, arm_name, memory_of
 
 Found = Iterator[tuple[str, str]]
 _READ_BY = {"calibration": "calibrate", "train": "train", "validation": "train", "test": "measure"}  # role of a text -> section
@@ -153,7 +153,7 @@ def _training(run: Run, comparison: Comparison) -> Found:
 
 
 def _memory(comparison: Comparison, records: list[Record]) -> Found:
-    memory = {r.arm: r.data for r in records if isinstance(r.data, MemoryData)}
+    memory = memory_of(records)
     for arm in (arm for arm in comparison.arms if arm in memory and memory[arm].cache is None):
         yield f"KV cache of {arm_name(arm)}, per token and sequence", "not known: its record tells nothing of the cache"
     served = {arm: data.serving for arm, data in memory.items() if data.serving is not None}

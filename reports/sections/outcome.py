@@ -73,8 +73,12 @@ def _recovery(comparison: Comparison) -> str:
     return f"Median recovery of BF16's score over {plural(median.n, 'benchmark')}: {'; '.join(parts)}.{few}"
 
 
+def memory_of(records: list[Record]) -> dict[str, MemoryData]:
+    return {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
+
+
 def _size(records: list[Record]) -> str:
-    memory = {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
+    memory = memory_of(records)
     small = memory.get(QAD) or memory.get(PTQ)
     if small is None:
         return ""
@@ -143,7 +147,7 @@ def _kl_tile(comparison: Comparison, arm: str) -> Tile:
 
 
 def _size_tile(comparison: Comparison, arm: str, records: list[Record]) -> Tile:
-    memory = {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
+    memory = memory_of(records)
     ratio = comparison.memory_ratio.get(arm)
     if arm not in memory or ratio is None:
         return Tile("—", "size on disk was not measured")
@@ -177,8 +181,11 @@ def _doubtful(comparison: Comparison) -> list[Banner]:
         for row in comparison.benchmarks
         for arm, why in row.doubt.items()
     ]
-    more = f"; {len(named) - 5} more" if len(named) > 5 else ""
-    return [Banner("warning", "Not to be relied on", "; ".join(named[:5]) + more + ".")] if named else []
+    return [Banner("warning", "Not to be relied on", f"{_some(named)}.")] if named else []
+
+
+def _some(named: list[str]) -> str:
+    return "; ".join(named[:5] + [f"{len(named) - 5} more"] * (len(named) > 5))
 
 
 def _saturated(comparison: Comparison, steps: list[Step]) -> list[Banner]:
@@ -203,8 +210,7 @@ def _cut_off(comparison: Comparison) -> list[Banner]:
         for arm, share in row.truncated.items()
         if share.value > CUT_OFF
     ]
-    more = f"; {len(named) - 5} more" if len(named) > 5 else ""
-    text = f"Of the answers, {'; '.join(named[:5])}{more} were cut off, and are scored as far as they go."
+    text = f"Of the answers, {_some(named)} were cut off, and are scored as far as they go."
     return [Banner("caution", "Answers cut off", text)] if named else []
 
 

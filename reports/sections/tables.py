@@ -12,7 +12,7 @@ from harness.records.record import MemoryData, Record, ThroughputData, Throughpu
 from qad.untrusted import clean
 from reports.numbers import gigabytes, interval, percent, percent_interval, plural, points_interval, signed, significant
 from reports.parts import Cell, Group, Row, Table
-from reports.sections.outcome import BASELINE, arm_name, emulated_arms, engine_tags, filter_note
+from reports.sections.outcome import BASELINE, arm_name, emulated_arms, engine_tags, filter_note, memory_of
 
 NOT_MEASURED = Cell("not measured")
 NOT_AVAILABLE = Cell("n/a")
@@ -159,10 +159,6 @@ def _saturated_cell(row: FidelityRow) -> Cell:
     return NOT_AVAILABLE if row.saturated_inputs is None else Cell(percent(row.saturated_inputs))
 
 
-def memory_of(records: list[Record]) -> dict[str, MemoryData]:
-    return {record.arm: record.data for record in records if isinstance(record.data, MemoryData)}
-
-
 def _size(arms: list[str], records: list[Record]) -> Group:
     memory = memory_of(records)
     if not memory:
@@ -189,24 +185,26 @@ def points_of(records: list[Record]) -> dict[str, list[ThroughputPoint]]:
 Shape = tuple[str, int, int, int]
 
 
-def _shapes(points: dict[str, list[ThroughputPoint]]) -> list[Shape]:
-    found = {(p.phase, p.batch, p.input_tokens, p.output_tokens): None for entries in points.values() for p in entries}
-    return list(found)
+def _rates(points: list[ThroughputPoint]) -> dict[Shape, list[float]]:
+    """Finite rates by shape; of several points of one shape the first counts."""
+    found: dict[Shape, list[float]] = {}
+    for p in points:
+        rates = [rate for rate in p.tokens_per_s if math.isfinite(rate)]
+        found.setdefault((p.phase, p.batch, p.input_tokens, p.output_tokens), rates)
+    return found
 
 
 def speed_group(comparison: Comparison, records: list[Record]) -> Group:
-    points = points_of(records)
+    measured = {arm: _rates(points) for arm, points in points_of(records).items()}
     tags = {r.arm: engine_tags(r.engine) for r in records if isinstance(r.data, ThroughputData)}
     rows = []
-    for shape in _shapes(points):
+    for shape in dict.fromkeys(shape for rates in measured.values() for shape in rates):
         phase, batch, input_tokens, output_tokens = shape
         label = f"{clean(phase, 40).capitalize()} speed"
         detail = f"batch {batch}, {input_tokens:,} + {output_tokens:,} tokens"
-        cells, repeats = [], 0
-        for arm in comparison.arms:
-            rates = _rates(points.get(arm, []), shape)
-            repeats = max(repeats, len(rates))
-            cells.append(_rate_cell(rates, tags.get(arm, ())))
+        found = {arm: measured.get(arm, {}).get(shape, []) for arm in comparison.arms}
+        cells = [_rate_cell(rates, tags.get(arm, ())) for arm, rates in found.items()]
+        repeats = max(map(len, found.values()), default=0)
         rows.append(Row(label, [*cells, Cell(plural(repeats, "repeat"))], detail))
         rows += _ratio_rows(comparison, shape, repeats, tags)
     return Group("Speed", rows)
@@ -226,13 +224,6 @@ def _ratio_rows(comparison: Comparison, shape: Shape, repeats: int, tags: dict[s
     if all(cell.text in ("—", "n/a") for cell in cells):
         return []
     return [Row("↳ relative to BF16", [*cells, Cell(plural(repeats, "pair"))])]
-
-
-def _rates(points: list[ThroughputPoint], shape: Shape) -> list[float]:
-    for p in points:
-        if (p.phase, p.batch, p.input_tokens, p.output_tokens) == shape:
-            return [rate for rate in p.tokens_per_s if math.isfinite(rate)]
-    return []
 
 
 def _rate_cell(rates: list[float], tags: tuple[str, ...]) -> Cell:

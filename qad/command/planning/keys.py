@@ -49,28 +49,20 @@ def recipe_keys(section: str = "") -> list[Key]:
 
 def keys_text(keys: list[Key]) -> str:
     """A paragraph a key, for a terminal."""
-    return "\n".join(f"{key.name}: {key.kind}{_default(key)}\n    {key.text}" for key in keys)
+    return "\n".join(f"{key.name}: {key.kind}{_default(key, ' (required)', ' (default: {})')}\n    {key.text}" for key in keys)
 
 
 def keys_markdown(keys: list[Key]) -> str:
     """A table, for the documentation."""
-    rows = [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{key.name}`", key.kind, _cell(key), key.text)) + " |"
-        for key in keys
-    ]
+    cells = [(f"`{key.name}`", key.kind, _default(key, "required", "`{}`"), key.text) for key in keys]
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
     return "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
 
 
-def _default(key: Key) -> str:
+def _default(key: Key, required: str, form: str) -> str:
     if key.kind in (SECTION, SOURCE):
         return ""
-    return " (required)" if key.default is None else f" (default: {key.default})"
-
-
-def _cell(key: Key) -> str:
-    if key.kind in (SECTION, SOURCE):
-        return ""
-    return "required" if key.default is None else f"`{key.default}`"
+    return required if key.default is None else form.format(key.default)
 
 
 def _source_keys() -> Iterator[Key]:
