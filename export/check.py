@@ -34,15 +34,8 @@ def check(folder: Path, source: Path | None = None, tp: int = 1, engine: str = "
     opened = open_folder(folder)
     findings = list(_findings(opened, tp))
     if engine == "trtllm" and opened.layout is COMPRESSED_TENSORS:
-        findings.append(
-            warning(
-                "E1",
-                "config.json",
-                "TensorRT-LLM reads the compressed-tensors layout only in part",
-                "qad convert DIR --layout modelopt",
-                "trtllm",
-            )
-        )
+        told = "TensorRT-LLM reads the compressed-tensors layout only in part"
+        findings.append(warning("E1", "config.json", told, "qad convert DIR --layout modelopt", "trtllm"))
     if source is not None and not any(f.severity == "error" for f in findings):
         findings += against_arm(opened, source)
     if not any(f.severity == "error" for f in findings):

@@ -57,15 +57,7 @@ def table_files(comparison: Comparison, records: list[Record], run: Run, pairs: 
             for name, count in {**data.bytes_by_class, "files": data.file_bytes}.items()
         ],
         "throughput": [
-            {
-                "arm": arm,
-                "phase": p.phase,
-                "batch": p.batch,
-                "input_tokens": p.input_tokens,
-                "output_tokens": p.output_tokens,
-                "repeat": repeat,
-                "tokens_per_s": rate,
-            }
+            {**dataclasses.asdict(p), "arm": arm, "repeat": repeat, "tokens_per_s": rate}
             for arm, points in points_of(records).items()
             for p in points
             for repeat, rate in enumerate(p.tokens_per_s)

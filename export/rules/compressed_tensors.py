@@ -49,11 +49,8 @@ def e1_scheme(folder: Folder, outer: dict[str, object]) -> Iterator[Finding]:
     if outer.get("format") != wanted:
         yield _error(f"format is {outer.get('format')!r}, the tensors are {wanted}", f"set it to {wanted}")
     if outer.get("quantization_status") != "compressed":
-        status = outer.get("quantization_status")
-        yield _error(
-            f"quantization_status is {status!r}: transformers looks for unpacked weights and makes them up",
-            'set it to "compressed"',
-        )
+        told = f"quantization_status is {outer.get('quantization_status')!r}: transformers looks for unpacked weights and makes "
+        yield _error(told + "them up", 'set it to "compressed"')
     if not isinstance(outer.get("ignore"), list) or names(outer["ignore"]) != outer["ignore"]:
         yield _error(f"ignore is {outer.get('ignore')!r}, expected a list of module names", _AGAIN)
     groups = outer.get("config_groups")

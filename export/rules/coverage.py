@@ -174,13 +174,9 @@ def _nvfp4_cache(folder: Folder) -> Iterator[Finding]:
     """What vLLM 0.32 does with an NVFP4 cache, read in its source: FlashInfer alone has kernels, and a mixed checkpoint gets no
     scales, as ModelOptQuantConfigBase.from_config knows 8-bit caches only."""
     if folder.algorithm == MIXED:
-        yield warning(
-            "E10",
-            "config.json",
-            "announces an NVFP4 KV cache in a mixed checkpoint: vLLM 0.32 quantizes the cache and reads no scales, it uses 1.0",
-            "set quantize.kv_cache to at_least_one or cast, quantize.kv_format to FP8, or one format for all modules",
-            "vllm",
-        )
+        told = "announces an NVFP4 KV cache in a mixed checkpoint: vLLM 0.32 quantizes the cache and reads no scales, it uses 1.0"
+        remedy = "set quantize.kv_cache to at_least_one or cast, quantize.kv_format to FP8, or one format for all modules"
+        yield warning("E10", "config.json", told, remedy, "vllm")
     config = mapping(folder.config.get("text_config")) or folder.config
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads and config.get("hidden_size") else None)

@@ -126,8 +126,7 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
         return None
 
     def draw(figure: Canvas, narrow: bool) -> None:
-        grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
-        for name, axes in zip(panels, [grid] if len(panels) == 1 else grid, strict=True):
+        for name, axes in zip(panels, _panels(figure, len(panels), narrow), strict=True):
             if name == "quantiles":
                 _quantile_axes(axes, curves)
                 arm_legend(figure, axes, list(curves))
@@ -143,6 +142,10 @@ def fidelity(comparison: Comparison, records: list[Record]) -> Figure | None:
     return draw_figure("fidelity", draw, (3.1, 3.0 * len(panels)), alt + ".", caption)
 
 
+def _panels(figure: Canvas, count: int, narrow: bool) -> list[Axes]:
+    return list(figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat)
+
+
 def strata(comparison: Comparison) -> Figure | None:
     """KL by position and by the teacher's entropy, with intervals."""
     panels = curves(comparison)
@@ -151,8 +154,7 @@ def strata(comparison: Comparison) -> Figure | None:
     arms = list(next(iter(panels.values()))[1])
 
     def draw(figure: Canvas, narrow: bool) -> None:
-        grid = figure.subplots(len(panels), 1) if narrow else figure.subplots(1, len(panels))
-        for (label, (names, lines)), axes in zip(panels.items(), [grid] if len(panels) == 1 else grid, strict=True):
+        for (label, (names, lines)), axes in zip(panels.items(), _panels(figure, len(panels), narrow), strict=True):
             _stratum_axes(axes, label, names, lines)
         arm_legend(figure, figure.axes[0], arms)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.records.comparison import Comparison
 from harness.records.record import MemoryData
@@ -10,6 +10,9 @@ from reports.figures.drawing import INK, MUTED, arm_colour, arm_marker, draw_fig
 from reports.numbers import GB, gigabytes, percent, percent_interval
 from reports.parts import Figure
 from reports.sections.outcome import BASELINE, arm_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 
 def accuracy_against_size(comparison: Comparison, memory: dict[str, MemoryData]) -> Figure | None:
@@ -20,7 +23,7 @@ def accuracy_against_size(comparison: Comparison, memory: dict[str, MemoryData])
         return None
     largest = max(memory[arm].file_bytes for arm in arms) / GB
 
-    def draw(figure: Any, narrow: bool) -> None:
+    def draw(figure: Canvas, narrow: bool) -> None:
         axes = figure.subplots()
         axes.axhline(100, color=INK, linewidth=1.0, zorder=1)
         seen: list[float] = []

@@ -237,14 +237,9 @@ def _emulated(records: list[Record]) -> list[Banner]:
     if not arms:
         return []
     devices = sorted({clean(r.engine.device, 60) for r in records if r.engine.emulated})
-    return [
-        Banner(
-            "caution",
-            "Emulated FP4",
-            f"{people_list([arm_name(arm) for arm in arms])} ran with NVFP4 values but without FP4 arithmetic, "
-            f"on {people_list(devices)}: their accuracy is meaningful, their speed is not FP4 speed.",
-        )
-    ]
+    text = f"{people_list([arm_name(arm) for arm in arms])} ran with NVFP4 values but without FP4 arithmetic, "
+    text += f"on {people_list(devices)}: their accuracy is meaningful, their speed is not FP4 speed."
+    return [Banner("caution", "Emulated FP4", text)]
 
 
 def _collapsed(comparison: Comparison) -> list[Banner]:

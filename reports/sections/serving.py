@@ -119,34 +119,17 @@ def serving_notes(records: list[Record]) -> Notes | None:
         data = record.data
         assert isinstance(data, ServingData)
         engine = record.engine
-        items.append(
-            (
-                f"{arm_name(arm)}, load",
-                clean(
-                    f"{data.driver}, {data.endpoint}; served by {engine.name} "
-                    f"{engine.version} {engine.dtype} on {engine.device or 'an unknown device'}, "
-                    f"{engine.kernel_path or 'kernels unknown'}",
-                    300,
-                ),
-            )
-        )
+        where = f"{engine.device or 'an unknown device'}, {engine.kernel_path or 'kernels unknown'}"
+        load = f"{data.driver}, {data.endpoint}; served by {engine.name} {engine.version} {engine.dtype} on {where}"
+        items.append((f"{arm_name(arm)}, load", clean(load, 300)))
         for cost in data.overhead:
-            items.append(
-                (
-                    f"{arm_name(arm)}, cost of the client at concurrency {cost.concurrency}",
-                    f"{_ms(cost.ttft_ms)} to the first token, {_ms(cost.tpot_ms)} per token, at most "
-                    f"{_rate(cost.tokens_per_s)}, against a server that answers at once "
-                    f"({plural(cost.n, 'request')})",
-                )
-            )
+            told = f"{_in(cost.ttft_ms, 'ms')} to the first token, {_in(cost.tpot_ms, 'ms')} per token, at most "
+            told += f"{_in(cost.tokens_per_s, 'tokens/s')}, against a server that answers at once ({plural(cost.n, 'request')})"
+            items.append((f"{arm_name(arm)}, cost of the client at concurrency {cost.concurrency}", told))
         notes = [f"{cell.name}: {warning}" for cell in data.cells for warning in summarize(cell).warnings]
         items += [(f"{arm_name(arm)}, note", clean(note, 300)) for note in [*data.notes, *notes]]
     return Notes(items) if items else None
 
 
-def _ms(value: float | None) -> str:
-    return "unknown" if value is None else f"{significant(value)} ms"
-
-
-def _rate(value: float | None) -> str:
-    return "unknown" if value is None else f"{significant(value)} tokens/s"
+def _in(value: float | None, unit: str) -> str:
+    return "unknown" if value is None else f"{significant(value)} {unit}"
