@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from os.path import isdir, isfile  # Path's raise OSError for a name that no file system takes
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +202,9 @@ def _require_one_head(checkpoint: Checkpoint) -> None:
 
 def _resolve(model: str) -> Path:
     path = Path(model).expanduser()
-    if path.is_dir():
+    if isdir(path):
         return path.resolve()
-    if path.is_file():
+    if isfile(path):
         raise SourceError(f"model {model} is a file: give the folder that holds config.json and *.safetensors")
     if path == Path(DEMO_FOLDER):
         raise SourceError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from importlib import resources
+from os.path import exists, isfile  # Path's raise OSError for a name that no file system takes
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def _read(recipe: str, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pa
 
         read_recipe(recipe)
         return {"quantize": {"recipe": recipe}}, path
-    if above and not path.is_absolute() and (beside := above[-1].parent / path).is_file():
+    if above and not path.is_absolute() and isfile(beside := above[-1].parent / path):
         path = beside
-    if not path.is_file():
+    if not isfile(path):
         shipped = shipped_recipes()
         if recipe not in shipped:
-            if path.suffix in (".yaml", ".yml") and not path.exists():
+            if path.suffix in (".yaml", ".yml") and not exists(path):
                 raise UsageError(f"recipe {recipe} does not exist: check the path, or write one with `qad init`")
             near = difflib.get_close_matches(recipe, shipped, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"shipped recipes: {', '.join(sorted(shipped))}"
@@ -79,7 +80,7 @@ def _beside(value: Any, folder: Path, key: str = "") -> Any:
     if isinstance(value, list):
         return [_beside(item, folder, key) for item in value]
     if key in _PATHS and isinstance(value, str) and value and not Path(value).is_absolute() and folder != Path():
-        return str(folder / value) if (folder / value).exists() else value
+        return str(folder / value) if exists(folder / value) else value
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ def read_shipped(model: type[Model], name: str, folder: Path, what: str, several
     Raises UsageError, in one line, for anything that is no such file.
     """
     path = Path(name)
-    if not path.is_file():
+    if not isfile(path):
         names = shipped_names(folder)
         if name not in names:
             raise UsageError(f"{what} {name!r} is neither a file nor shipped: shipped {several} are {', '.join(names)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,13 @@ def test_weights_alone_need_neither_calibration_nor_training(tmp_path: Path) -> 
 def test_scales_that_are_found_on_text_need_it(tmp_path: Path, override: str) -> None:
     with pytest.raises(UsageError, match=r"recipe\.yaml: calibrate is missing: .* give calibrate\.data, or set"):
         load_recipe(recipe(tmp_path, WEIGHTS_ONLY), [f"quantize.{override}"])
+
+
+@pytest.mark.parametrize(
+    "text", [f"base: {300 * 'a'}", f"model: {300 * 'a'}\ncalibrate: {{data: {{source: text, path: {300 * 'a'}}}}}"]
+)
+def test_a_name_that_no_file_system_takes_is_a_name_like_another(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with contextlib.suppress(UsageError):
+        load_recipe(str(path))
