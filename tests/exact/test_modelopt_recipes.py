@@ -148,7 +148,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_what_a_recipe_decides_is_not_decided_twice(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="recipe decides balance, format, scales"):
+    with pytest.raises(UsageError, match="recipe decides balance, format, plain, scales"):
         load_recipe("smollm2-135m", ["quantize.recipe=modelopt:general/ptq/nvfp4_default-kv_fp8"])
     with pytest.raises(UsageError, match="rounding and search are this tool's own"):
         load_recipe("smollm2-135m", ["quantize.by=modelopt", "quantize.rounding=gptq"])
