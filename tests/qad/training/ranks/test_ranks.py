@@ -237,5 +237,7 @@ def test_what_ranks_cannot_share_is_refused_at_once(models: dict[str, Path], tex
         assert codes[0] == 2
         assert said in (tmp_path / "log.0").read_text()
         assert (tmp_path / "log.1").read_text().count("qad: error") == 0
-    assert command(2, "keys", log=tmp_path / "log") == [2, 2]
+    first, second = command(2, "keys", log=tmp_path / "log")
+    assert first == 2
+    assert second in (2, -signal.SIGTERM), "as torchrun does, the launcher may end it first"
     assert "without torchrun" in (tmp_path / "log.0").read_text()
