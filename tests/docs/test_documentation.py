@@ -80,7 +80,7 @@ def test_the_results_are_those_of_the_committed_report() -> None:
     report = json.loads((ROOT / "reports" / "published" / "demo" / "report.json").read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert generate.with_results(readme, report) == readme, "run python docs/reference/generate.py"
-    assert report["comparison"]["arms"] == ["bf16", "ptq", "qad"]
+    assert report["comparison"]["arms"] == ["bf16", "ptq_plain", "ptq", "qad"]
 
 
 def test_the_pages_build_strictly(tmp_path: Path) -> None:
