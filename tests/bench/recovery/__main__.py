@@ -36,6 +36,7 @@ from harness.statistics.resampling import ratio_of_sums
 HERE = Path(__file__).parent
 STUDY = HERE.parents[2] / "studies" / "wikitext.yaml"
 SEQ_LEN, TEST_TOKENS = 256, 6144
+TRAIN = ("train.validation_data=python-docs", "train.save_every=1000")  # the study's own validation text is not at hand here
 LIKE_OURS = ("--lr", "1e-4", "--schedule", "linear")
 
 
@@ -85,7 +86,7 @@ def _ours(args: argparse.Namespace, name: str, changes: list[str], arms: dict[st
         f"model={args.model}",
         f"seed={args.seed}",
         f"calibrate.data.path={args.calibration}",
-        *([] if "train=null" in changes else [f"train.data.path={args.train}", "train.save_every=1000"]),
+        *([] if "train=null" in changes else [f"train.data.path={args.train}", *TRAIN]),
         "measure.fidelity=null",
         *changes,
     ]
