@@ -153,6 +153,8 @@ class Cell:
     @property
     def name(self) -> str:
         drawn = "up to " if self.drawn else ""
+        if self.input_tokens is None and self.output_tokens is None:
+            return self.load
         return f"{self.load}, {drawn}{_known(self.input_tokens)} + {_known(self.output_tokens)} tokens"
 
 

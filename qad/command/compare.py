@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -164,13 +165,17 @@ def read_arms(arguments: Sequence[str]) -> list[Record]:
     Raises UsageError for a path without measurements and where no arm is bf16, DataError for a damaged file.
     """
     records: list[Record] = []
+    placed: list[str] = []
     for place, argument in enumerate(arguments):
         name, path = _split(argument)
         default = name or (ARMS[place] if place < len(ARMS) else path.stem)
-        records += [
-            dataclasses.replace(record, arm=name or (default if record.arm == _UNNAMED else record.arm))
-            for record in _read(path, default)
-        ]
+        imported = read_imported(path, default)
+        for record in _read(path) if imported is None else imported:
+            if not name and record.arm == (_UNNAMED if imported is None else default):
+                placed.append(f"{default}={path}")
+            records.append(dataclasses.replace(record, arm=name or (default if record.arm == _UNNAMED else record.arm)))
+    if placed:
+        warnings.warn(f"taken by their place: {' '.join(dict.fromkeys(placed))} (NAME=PATH says it)", stacklevel=2)
     if ARMS[0] not in {record.arm for record in records}:
         found = ", ".join(dict.fromkeys(record.arm for record in records))
         raise UsageError(f"none of the arms is {ARMS[0]} ({found}): name the baseline, {ARMS[0]}=PATH")
@@ -181,7 +186,7 @@ def read_arms(arguments: Sequence[str]) -> list[Record]:
 
 
 def _controls(paths: Sequence[Path]) -> list[Record]:
-    records = [record for path in paths for record in _read(path, "")]
+    records = [record for path in paths for record in read_imported(path, "") or _read(path)]
     wrong = next((record for record in records if record.control is None), None)
     if wrong is not None:
         raise UsageError(
@@ -211,10 +216,7 @@ def _split(argument: str) -> tuple[str, Path]:
     return "", Path(argument)
 
 
-def _read(path: Path, default: str) -> list[Record]:
-    imported = read_imported(path, default)
-    if imported is not None:
-        return imported
+def _read(path: Path) -> list[Record]:
     files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         if not path.exists():

@@ -134,6 +134,7 @@ def test_exit_codes_of_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith(f"{word}: PTQ recovers ")
 
 
+@pytest.mark.filterwarnings("default:taken by their place")
 def test_arms_are_named_by_flag_record_or_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for place, arm in enumerate(LOSS):
@@ -141,6 +142,7 @@ def test_arms_are_named_by_flag_record_or_place(tmp_path: Path, capsys: pytest.C
         record_files.write(record("custom", AccuracyData([task("facts", arm)]), checkpoint=arm), file)
         files.append(str(file))
     assert main(["compare", *files, "--out", str(tmp_path / "placed")]) == 0
+    assert f"taken by their place: bf16={files[0]} ptq={files[1]} qad=" in capsys.readouterr().err
     assert json.loads((tmp_path / "placed" / "comparison.json").read_text())["arms"] == ["bf16", "ptq", "qad"]
     named = [f"bf16={files[0]}", f"mine={files[1]}"]
     assert main(["compare", *named, "--out", str(tmp_path / "named")]) == 0
