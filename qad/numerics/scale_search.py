@@ -48,20 +48,28 @@ def search_scales(weights: Mapping[str, Tensor], strategy: str) -> dict[str, Fro
     `strategy`: mse or four_over_six. Raises SourceError naming the module that holds NaN or Inf, ValueError for another
     strategy. Source of four-over-six: "Four Over Six", arXiv 2512.02010.
     """
+    global_scale = shared_global_scale(weights, strategy)
+    return {name: search_blocks(weight, global_scale, strategy) for name, weight in weights.items()}
+
+
+def shared_global_scale(weights: Mapping[str, Tensor], strategy: str) -> Tensor:
+    """FP32 scalar of one scale group. Raises as `search_scales`."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} finds no scales: use one of {', '.join(STRATEGIES)}")
     amax = {name: weight.abs().amax().float() for name, weight in weights.items()}
     for name, largest in amax.items():
         if not torch.isfinite(largest):
             raise SourceError(f"{name}.weight holds NaN or Inf: the source is damaged, fetch or train it again")
-    global_scale = global_scale_from_amax(torch.stack(list(amax.values())).amax(), BLOCK_SCALE_MAX[strategy])
+    return global_scale_from_amax(torch.stack(list(amax.values())).amax(), BLOCK_SCALE_MAX[strategy])
+
+
+@torch.no_grad()
+def search_blocks(weight: Tensor, global_scale: Tensor, strategy: str) -> FrozenScales:
+    """Block scales of one weight [..., K] under its group's global scale."""
     search = _smallest_error if strategy == "mse" else _four_or_six
-    found = {}
-    for name, weight in weights.items():
-        values = [search(_by_element(chunk), global_scale) for chunk in as_blocks(weight).split(_CHUNK)]
-        block_scale = torch.cat(values).reshape(*weight.shape[:-1], -1).to(torch.float8_e4m3fn)
-        found[name] = FrozenScales(block_scale, global_scale)
-    return found
+    values = [search(_by_element(chunk), global_scale) for chunk in as_blocks(weight).split(_CHUNK)]
+    block_scale = torch.cat(values).reshape(*weight.shape[:-1], -1).to(torch.float8_e4m3fn)
+    return FrozenScales(block_scale, global_scale)
 
 
 def _by_element(weight_B16: Tensor) -> Tensor:

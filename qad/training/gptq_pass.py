@@ -28,11 +28,13 @@ from qad.numerics.gptq import Decided, decide_codes, decided_near
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import quantize_input
 from qad.numerics.nvfp4 import FrozenScales
+from qad.numerics.scale_search import search_blocks
 from qad.numerics.widened import widened_linears
 from qad.text.windows import Windows, WindowSet
 from qad.training.calibrate import forward_to, real_inputs
 
 _ROWS = 4096  # inputs multiplied at a time in FP32, before the sum goes on in FP64
+_PANEL = 256  # columns
 
 
 @torch.no_grad()
@@ -42,14 +44,19 @@ def decided_codes(
     windows: WindowSet,
     weight_of: Callable[[str], Tensor],
     input_scales: Mapping[str, Tensor],
-    frozen: Mapping[str, FrozenScales],
+    global_scales: Mapping[str, Tensor],
+    strategy: str,
+    *,
+    keep_start: bool = True,
     progress: Callable[[int], object] = lambda weights: None,
 ) -> dict[str, FrozenScales]:
-    """Scales, codes and start of every module of `frozen`, on the CPU.
+    """Scales, codes and start of every module of `global_scales`, on the CPU.
 
     model: in its compute dtype; its experts are split and its weights replaced, in place.
     weight_of: a module's weight [N, K] in the source.
-    frozen: scales of all 4-bit modules; the global ones stay, a group shares them.
+    global_scales: FP32 scalars of all 4-bit modules, which stay; a group shares one.
+    strategy: what searches block scales (qad.numerics.scale_search) where no token decides them.
+    keep_start: whether training is to go on from the codes; what it begins at is as large as the source.
     progress: called with the weights just decided.
 
     Experts that no token reached are rounded to nearest.
@@ -57,17 +64,18 @@ def decided_codes(
     split_experts(model)
     device = next(model.parameters()).device
     (batch,) = windows.batches(len(windows))
-    rounding = _Rounding(model, selection, batch, weight_of, input_scales, frozen, progress)
+    rounding = _Rounding(model, selection, batch, weight_of, input_scales, global_scales, keep_start, progress)
     with contextlib.ExitStack() as stack:
         for name in selection.modules:
             stack.callback(rounding.watch(name).remove)
         forward = stack.enter_context(forward_to(model, list(selection.modules)))
         stack.enter_context(widened_linears(device.type))
         forward(**batch.model_inputs(device))
-    for name in frozen.keys() - rounding.decided.keys():
-        scales, weight = frozen[name], weight_of(name)
+    for name in global_scales.keys() - rounding.decided.keys():
+        weight = weight_of(name)
+        scales = search_blocks(weight, global_scales[name], strategy)
         nearest = nvfp4.quantize(weight, scales.global_scale, scales.block_scale)
-        rounding.decided[name] = _kept(decided_near(weight, nearest))
+        rounding.decided[name] = _kept(decided_near(weight, nearest), keep_start)
     return rounding.decided
 
 
@@ -81,12 +89,14 @@ class _Rounding:
         batch: Windows,
         weight_of: Callable[[str], Tensor],
         input_scales: Mapping[str, Tensor],
-        frozen: Mapping[str, FrozenScales],
+        global_scales: Mapping[str, Tensor],
+        keep_start: bool,
         progress: Callable[[int], object],
     ) -> None:
         self.decided: dict[str, FrozenScales] = {}
         self._model, self._selection, self._weight_of = model, selection, weight_of
-        self._input_scales, self._frozen, self._progress = input_scales, frozen, progress
+        self._input_scales, self._global_scales = input_scales, global_scales
+        self._keep_start, self._progress = keep_start, progress
         device = next(model.parameters()).device
         self._counted_BT = None if batch.counted_ST.all() else batch.counted_ST.to(device)
         self._group_of = {name: group for group in selection.groups for name in group}
@@ -101,10 +111,10 @@ class _Rounding:
     def _reached(self, name: str, parent: nn.Module, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, weight = args[0], self._weight_of(name).to(args[0].device)
         quantized, curvature_KK = self._of_input(name, parent, x)
-        if name in self._frozen:
-            found = decide_codes(weight, self._frozen[name].global_scale, curvature_KK)
+        if name in self._global_scales:
+            found = decide_codes(weight, self._global_scales[name], curvature_KK)
             decoded = found.quantized.dequantize(x.dtype)
-            self.decided[name] = _kept(found)
+            self.decided[name] = _kept(found, self._keep_start)
             self._progress(weight.numel())
         else:
             group = self._group_of[name]
@@ -122,15 +132,16 @@ class _Rounding:
         return self._seen[1], self._seen[2]
 
 
-def _kept(found: Decided) -> FrozenScales:
+def _kept(found: Decided, start: bool) -> FrozenScales:
     quantized = found.quantized
-    return FrozenScales(quantized.block_scale, quantized.global_scale, quantized, found.start_NK).to("cpu")
+    return FrozenScales(quantized.block_scale, quantized.global_scale, quantized, found.start_NK if start else None).to("cpu")
 
 
 def _curvature(x_tK: Tensor) -> Tensor:
-    """Sum of x x^T, FP64 [K, K]."""
+    """Sum of x x^T, FP64 [K, K]. Only what lies right of each panel's first column is multiplied, the rest is its mirror."""
     total_KK = torch.zeros(x_tK.shape[1], x_tK.shape[1], dtype=torch.float64, device=x_tK.device)
     for part_tK in x_tK.split(_ROWS):
         part_tK = part_tK.float()
-        total_KK += part_tK.T @ part_tK
-    return total_KK
+        for start in range(0, len(total_KK), _PANEL):
+            total_KK[start : start + _PANEL, start:] += part_tK[:, start : start + _PANEL].T @ part_tK[:, start:]
+    return total_KK.triu() + total_KK.triu(1).T

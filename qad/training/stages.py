@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from qad.numerics.compiled import compilation
 from qad.numerics.finite import first_not_finite
 from qad.numerics.formats import FORMATS, FP8
 from qad.numerics.nvfp4 import FrozenScales
-from qad.numerics.scale_search import search_scales
+from qad.numerics.scale_search import search_scales, shared_global_scale
 from qad.progress import Progress
 from qad.recipes.job import Job, _needs
 from qad.recipes.recipe import Method, Recipe
@@ -141,11 +141,10 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         facts = _kv_facts(policy, job.recipe.quantize.kv_format)
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
-        frozen = _frozen_scales(job)
-        if job.recipe.quantize.rounding == GPTQ and windows and frozen:
-            frozen = _decided_codes(job, windows, found.input_scales, frozen)
-            if not job.recipe.train:  # as large as the source
-                frozen = {module: dataclasses.replace(scales, start=None) for module, scales in frozen.items()}
+        if job.recipe.quantize.rounding == GPTQ and windows:
+            frozen = _decided_codes(job, windows, found.input_scales)
+        else:
+            frozen = _frozen_scales(job)
         write_arm(
             folder,
             "ptq",
@@ -181,36 +180,52 @@ def _calibrated_model(job: Job, ranks: Ranks) -> Any:
     return sharded_teacher(job.source, job.dtype, ranks, split=True)
 
 
+def _frozen_groups(job: Job) -> list[tuple[str, ...]]:
+    """Scale groups whose format freezes them; none for dynamic scales."""
+    if job.recipe.quantize.scales == DYNAMIC:
+        return []
+    return [group for group in job.selection.groups if FORMATS[job.selection.format_of(group[0])].nvfp4_weights]
+
+
+def _weights(job: Job, groups: Sequence[tuple[str, ...]]) -> int:
+    return sum(math.prod(job.selection.modules[module]) for group in groups for module in group)
+
+
 def _frozen_scales(job: Job) -> dict[str, FrozenScales]:
     """Of every module whose format has them, found once per scale group; empty for dynamic scales."""
-    strategy = job.recipe.quantize.scales
-    if strategy == DYNAMIC:
+    strategy, groups = job.recipe.quantize.scales, _frozen_groups(job)
+    if not groups:
         return {}
-    groups = [group for group in job.selection.groups if FORMATS[job.selection.format_of(group[0])].nvfp4_weights]
-    size = {module: math.prod(job.selection.modules[module]) for group in groups for module in group}
-    total = sum(size.values())
+    total = _weights(job, groups)
     frozen: dict[str, FrozenScales] = {}
     with compilation(True if total >= _COMPILE_FROM else None), Progress(f"{strategy} scales", total, "weight") as bar:
         for group in groups:
             weights = {module: job.source.get(f"{module}.weight").to(job.device) for module in group}
             frozen |= {module: scales.to("cpu") for module, scales in search_scales(weights, strategy).items()}
-            bar.update(sum(size[module] for module in group))
+            bar.update(_weights(job, [group]))
     return frozen
 
 
-def _decided_codes(
-    job: Job, windows: WindowSet, input_scales: dict[str, torch.Tensor], frozen: dict[str, FrozenScales]
-) -> dict[str, FrozenScales]:
-    total = sum(math.prod(job.selection.modules[module]) for module in frozen)
-    with Progress("gptq", total, "weight") as bar:
+def _decided_codes(job: Job, windows: WindowSet, input_scales: dict[str, torch.Tensor]) -> dict[str, FrozenScales]:
+    strategy, groups = job.recipe.quantize.scales, _frozen_groups(job)
+    if not groups:
+        return {}
+    global_scales: dict[str, torch.Tensor] = {}
+    for group in groups:
+        weights = {module: job.source.get(f"{module}.weight") for module in group}
+        global_scales |= dict.fromkeys(group, shared_global_scale(weights, strategy))
+    total = _weights(job, groups)
+    with compilation(True if total >= _COMPILE_FROM else None), Progress("gptq", total, "weight") as bar:
         return decided_codes(
             _calibrated_model(job, ALONE),
             job.selection,
             windows,
             lambda m: job.source.get(f"{m}.weight"),
             input_scales,
-            frozen,
-            bar.update,
+            global_scales,
+            strategy,
+            keep_start=job.recipe.train is not None,
+            progress=bar.update,
         )
 
 

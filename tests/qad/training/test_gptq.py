@@ -140,13 +140,13 @@ def test_streamed_and_loaded_models_decide_alike(ptq: Path, tiny_llama_dir: Path
     prepared, arm = job(tiny_llama_dir, text_file), open_arm(ptq)
     windows = prepared.calibration_windows()
     assert windows is not None
-    start = {m: s.to_nearest for group in prepared.selection.groups for m, s in arm.frozen_scales(group).items()}
+    start = {m: s.global_scale for group in prepared.selection.groups for m, s in arm.frozen_scales(group).items()}
     found = []
     for model in (streamed_model(prepared.source, "float32"), load_model(prepared.source, "float32", "cpu")):
         assert model is not None
         found.append(
             decided_codes(
-                model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), arm.input_scales, start
+                model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), arm.input_scales, start, "mse"
             )
         )
     for module, scales in found[0].items():
