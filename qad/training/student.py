@@ -36,7 +36,8 @@ from qad.training.saturation import Saturation
 
 
 class Student:
-    """A model, its FP32 masters by parameter name, and the selection that says how they are deployed.
+    """A model, its FP32 masters by parameter name, and the selection that says how they are deployed. What neither trains nor is
+    quantized, such as a tower, has no master: it is the source's, in BF16.
 
     It takes over the arm's source model, whose parameters become the student's, and deploys the arm's weights. Of several ranks
     each gives a skeleton, and holds its rows of parameters, masters and frozen scales.
@@ -69,18 +70,24 @@ class Student:
         self.lengths = {name: len(parameter) if parameter.dim() else 0 for name, parameter in model.named_parameters()}
         self.masters: dict[str, Tensor] = {}
         self.first_names: dict[str, str] = {}
+        changes = {f"{module}.weight" for module in self.selection.modules} | arm.trained_shapes().keys()
         for name, parameter in model.named_parameters():
             local = own_rows(parameter.detach())
             names = self.stored.parts(name, torch.empty(parameter.shape, device="meta"))
             if not names:  # converted while loading: it stays as the source has it
                 local.copy_(local.to(torch.bfloat16))
                 continue
+            trains = trainable is None or not trainable.isdisjoint(names)
+            if not trains and changes.isdisjoint(names):
+                for stored, part in self.parts(name, local).items():
+                    part.view.copy_(_of_shape(arm.start(stored)[part.rows], part.view).to(torch.bfloat16))
+                continue
             self.first_names[name] = next(iter(names))
             master = torch.empty_like(local, dtype=torch.float32, requires_grad=False)
             for stored, part in self.parts(name, master).items():
                 part.view.copy_(_of_shape(arm.start(stored)[part.rows], part.view))
             self.masters[name] = master
-            if trainable is None or not trainable.isdisjoint(names):
+            if trains:
                 master.requires_grad_()
                 parameter.requires_grad_().register_post_accumulate_grad_hook(self._to_master(name))
         self.own = {
@@ -142,7 +149,7 @@ class Student:
         for module, _ in self._fake_quantized(groups, self.weights.get, parameters):
             deployed.add(f"{module}.weight")
         for name, parameter in parameters.items():
-            if name not in deployed:
+            if name not in deployed and name in self.weights:
                 parameter.copy_(self.weights[name].to(torch.bfloat16))
 
     @functools.cached_property

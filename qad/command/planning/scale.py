@@ -61,7 +61,7 @@ class Shape:
     kept: elements a token that the backward pass of all layers keeps, in the compute dtype.
     kept_layer: the same of the largest layer.
     experts: whether there are any.
-    trained: parameters that get gradients and moments.
+    trained: parameters that get gradients and moments. mastered: those and what is quantized.
     """
 
     parameters: int
@@ -75,6 +75,7 @@ class Shape:
     kept_layer: float
     experts: bool
     trained: int
+    mastered: int
 
     @classmethod
     def of(cls, model: Any, selection: Selection | None, train: Train | None = None) -> Shape:
@@ -96,6 +97,7 @@ class Shape:
         looked_up = 0 if head is model.get_input_embeddings().weight else model.get_input_embeddings().weight.numel()
         parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
         names = trainable_names(train, list(parameters), selection.modules) if train and selection else set(parameters)
+        mastered = names | {f"{module}.weight" for module in (selection.modules if selection else ())}
         return cls(
             parameters=total,
             active=int(total - idle - looked_up),
@@ -108,6 +110,7 @@ class Shape:
             kept_layer=max(kept),
             experts=share < 1,
             trained=sum(size for name, size in parameters.items() if name in names),
+            mastered=sum(size for name, size in parameters.items() if name in mastered),
         )
 
 
@@ -171,7 +174,7 @@ def need(shape: Shape, train: Train, dtype: str, ranks: int, teacher: Shape | No
     held = width if ranks == 1 else 4  # shards hold BF16 values in FP32, so that gradients are reduced in FP32
     parts = {
         "student": held * shape.parameters / ranks,
-        "masters": 4 * shape.parameters / ranks,
+        "masters": 4 * shape.mastered / ranks,
         "gradients": 4 * shape.trained / ranks,
         "moments": MOMENTS[train.optimizer] * shape.trained / ranks,
         "teacher": width * taught.parameters / ranks if "qad" in train.methods else 0.0,
@@ -228,7 +231,7 @@ def scale_lines(shape: Shape, train: Train, dtype: str, teacher: Shape | None = 
     yield f"       one process takes {gigabytes(one.total)}: {listed}; {own}"
     for gpu in GPUS:
         yield f"       {gpu.name:<5}{_on(gpu, shape, train, dtype, teacher)}"
-    state = 4 * shape.parameters + (2 if train.optimizer == "adamw8bit" else 8) * shape.trained
+    state = 4 * shape.mastered + (2 if train.optimizer == "adamw8bit" else 8) * shape.trained
     yield f"       a state on disk is {gigabytes(state)}, twice that while one replaces another"
 
 

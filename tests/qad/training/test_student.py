@@ -66,6 +66,16 @@ def test_every_parameter_is_the_decoded_export(source: Checkpoint, tmp_path: Pat
         assert torch.equal(parameters[name].float(), student.masters[name].bfloat16().float())
 
 
+def test_what_neither_trains_nor_is_quantized_has_no_master_and_stays_the_sources(source: Checkpoint, tmp_path: Path) -> None:
+    arm = make_arm(source, tmp_path / "arm")
+    linears = {f"{module}.weight" for module in arm.selection.modules}
+    student = Student(arm, load_model(source, "float32", "cpu"), trainable=linears - {"model.layers.0.mlp.down_proj.weight"})
+    assert student.masters.keys() == linears
+    student.deploy()
+    for name in dict(student.model.named_parameters()).keys() - linears:
+        assert torch.equal(student.model.get_parameter(name), source.get(name).float()), name
+
+
 def test_scales_follow_the_weights(student: Student) -> None:
     """Multiplied by 3 after calibration, a weight is deployed with new scales, equal within its group."""
     group = next(g for g in student.selection.groups if len(g) == 3)
