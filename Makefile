@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 RUN    ?= runs/smollm2-135m
 
-.PHONY: docs setup demo demo-full test test-in-vllm lint bench bench-recovery gpu-check report-check vllm-env clean families
+.PHONY: docs setup demo demo-full test test-in-vllm lint bench bench-recovery studies gpu-check report-check vllm-env clean families
 
 setup: $(VENV)/.done
 
@@ -66,6 +66,10 @@ bench: setup $(MODEL)/config.json
 bench-recovery: setup $(MODEL)/config.json
 	$(BIN)/python tests/bench/recovery --model $(MODEL) --calibration $(CALIBRATION) --train $(TRAIN) --test $(TEST) \
 		$(if $(LLM_COMPRESSOR),--llm-compressor $(LLM_COMPRESSOR)) --out runs/recovery $(ARGS)
+
+# The method's questions on small models that are trained here, with seeds; what is finished is kept. An hour on one core.
+studies: setup
+	$(BIN)/python tests/bench/studies --out runs/studies --publish reports/published/studies $(ARGS)
 
 # Bits, bandwidth and a distillation on a GPU; on a machine without one the same in small. Exit 1 where a bit differs.
 gpu-check: setup

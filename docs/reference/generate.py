@@ -1,4 +1,4 @@
-"""Pages that are made from the code when the documentation is built: recipe keys, commands, records, Python."""
+"""Pages that are made from the code when the documentation is built: recipe keys, commands, records, Python; the studies' results."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     pages = {"keys": keys_page(), "commands": commands_page(), "records": records_page(), "python": python_page()}
+    pages["studies"] = (Path(config.docs_dir).parent / "reports/published/studies/result.md").read_text(encoding="utf-8")
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files

@@ -65,13 +65,13 @@ class Quantize(_Strict):
     exclude: list[str] = []
     """globs on full module names that stay BF16"""
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
-    """of 4-bit weights: dynamic follow the weights as they train; mse and four_over_six are found once and frozen"""
+    """of 4-bit weights: dynamic (published) follow the weights as they train; mse, four_over_six are frozen (studies: scales)"""
     rounding: Literal["nearest", "gptq"] = "nearest"
-    """of 4-bit weights: gptq decides codes and block scales against the inputs of calibration, and training goes on there"""
+    """of 4-bit weights (nearest: convention): gptq decides codes and scales by calibrated inputs, and training goes on there"""
     by: Literal["qad", "modelopt"] = "qad"
     """what makes the PTQ arm: this tool, or ModelOpt with its own calibration and export (nvidia-modelopt)"""
     balance: bool = False
-    """first even out channels of unlike size, by powers of two between neighbouring weights that change no bit of the original"""
+    """first even out channels of unlike size by powers of two, at no bit of the original (false: convention; studies: scales)"""
     plain: bool = False
     """beside it an arm ptq_plain, of the original to nearest with dynamic scales: what scales, rounding and balance are worth"""
     search: Search | None = None

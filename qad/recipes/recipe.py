@@ -2,7 +2,7 @@
 
 A key that is not known names its nearest neighbour; a value that does not fit says what is allowed. Defaults are
 those of the method (arXiv 2601.20088): forward KL at temperature 1 over all tokens, AdamW (.9, .95), no weight decay,
-gradient clipping 1.0, constant learning rate.
+gradient clipping 1.0, constant learning rate. What chose each default stands in docs/concepts/studies.md.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Calibrate(_Strict):
     data: Data
     """where the text comes from"""
     samples: Positive = 512
-    """windows"""
+    """windows (convention; published are about 1,000)"""
     seq_len: Positive = 512
     """tokens of a window"""
     headroom: Annotated[float, Field(gt=0)] = 1.0
-    """factor on the largest input seen: above 1, larger inputs find room and small ones lose resolution"""
+    """factor on the largest input seen: above 1, larger inputs find room and small ones lose resolution (1: convention)"""
 
 
 Method = Literal["qad", "qat"]
@@ -46,13 +46,13 @@ class Train(_Strict):
     """What the student learns, from how much text, and how it moves."""
 
     method: Method | list[Method] = "qad"
-    """qad (learn the teacher's distribution), qat (cross-entropy on the text), or a list of both"""
+    """qad (learn the teacher's distribution; published, studies: skill), qat (cross-entropy on the text), or a list of both"""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "mse"] = "forward_kl"
-    """of qad"""
+    """of qad (forward_kl: published; studies: losses)"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """of both distributions in the loss"""
+    """of both distributions in the loss (1: published)"""
     teacher: str | None = None
-    """a larger model of the same tokenizer; none is the BF16 original"""
+    """a larger model of the same tokenizer; none is the BF16 original (published)"""
     teacher_cache: Positive | None = None
     """keep the teacher's likeliest K ids of every token on disk, for epochs and repeated runs"""
     data: Data
@@ -64,29 +64,29 @@ class Train(_Strict):
     seq_len: Positive = 512
     """tokens of a window"""
     batch_size: Positive = 4
-    """windows of a step"""
+    """windows of a step (convention)"""
     micro_batch_size: Positive | None = None
     """windows at a time; none is batch_size"""
     epochs: Positive = 1
     """times that each window is seen"""
     loss_on: Literal["all", "assistant"] = "all"
-    """all real tokens, or what the assistant says in conversations, its end-of-turn included"""
+    """all real tokens (published), or what the assistant says in conversations, its end-of-turn included"""
     trainable: Literal["all", "linears"] | list[str] = "all"
-    """all parameters of the language model, the quantized linears, or globs on parameter names"""
+    """all parameters of the language model (published), the quantized linears, or globs on parameter names"""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """learning rate of AdamW, without weight decay"""
+    """learning rate of AdamW, without weight decay (published: 1e-5 after RL, 1e-6 after SFT; studies: rates)"""
     lr_scale: dict[str, Annotated[float, Field(gt=0)]] = {}
     """glob on parameter names -> factor on lr; the first match decides"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """of the learning rate after warm-up: constant, or down to 0"""
+    """of the learning rate after warm-up: constant (published), or down to 0"""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """steps of linear warm-up"""
+    """steps of linear warm-up (0: published; small models of ours take a tenth)"""
     optimizer: Literal["adamw", "adamw8bit", "adamw_offloaded"] = "adamw"
     """adamw8bit keeps its moments in 8 bits (needs torchao), adamw_offloaded in the host's memory, with the bits of adamw"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """decay of AdamW's moments"""
+    """decay of AdamW's moments (published)"""
     clip: Annotated[float, Field(gt=0)] = 1.0
-    """largest norm of a step's gradient"""
+    """largest norm of a step's gradient (published)"""
     weight_only_steps: Annotated[int, Field(ge=0)] = 0
     """so many first steps leave activations unquantized"""
     activation_checkpointing: bool | None = None

@@ -116,7 +116,7 @@ def train_teacher(
         make_tokenizer(folder, own, size.vocabulary)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = new_llama(size, seed).to(device)
-    windows_ST = _stream(tokenizer, own, seq_len)
+    windows_ST = windows_of(tokenizer, own, seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def train_teacher(
     return float(torch.stack(losses[-max(1, steps // 10) :]).mean())
 
 
-def _stream(tokenizer: Any, texts: Sequence[str], seq_len: int) -> Tensor:
+def windows_of(tokenizer: Any, texts: Sequence[str], seq_len: int) -> Tensor:
     """The texts end to end, each behind EOS, cut into windows [S, T]."""
     ids: list[int] = []
     for encoded in tokenizer([EOS + text for text in texts], verbose=False)["input_ids"]:
