@@ -1,4 +1,4 @@
-"""Pages that are made from the code when the documentation is built: recipe keys, commands, records, Python; the studies' results."""
+"""Pages that are made from the code when the documentation is built: recipe keys, commands, records, Python; and the studies."""
 
 from __future__ import annotations
 

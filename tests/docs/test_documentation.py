@@ -15,6 +15,7 @@ import yaml
 
 from harness.compare.policy import load_policy
 from qad.command.cli import _parser
+from qad.command.planning.keys import recipe_keys
 from qad.recipes.load import load_recipe
 from qad.recipes.quantize import Quantize
 from qad.recipes.recipe import Measure, Train
@@ -81,6 +82,41 @@ def test_the_results_are_those_of_the_committed_report() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert generate.with_results(readme, report) == readme, "run python docs/reference/generate.py"
     assert report["comparison"]["arms"] == ["bf16", "ptq_plain", "ptq", "qad"]
+
+
+DEFAULTS = ROOT / "docs" / "concepts" / "studies.md"
+
+
+def named_values(heading: str) -> dict[str, str]:
+    """Key -> value as the page of defaults shows it under a heading."""
+    part = DEFAULTS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\S+)` \| `([^`]*)` \|", part, re.MULTILINE))
+
+
+def test_the_page_of_defaults_has_those_of_the_recipe_and_each_says_what_chose_it() -> None:
+    keys = {key.name: key for key in recipe_keys()}
+    shown = named_values("Defaults of a recipe")
+    assert {"quantize.scales", "quantize.rounding", "quantize.balance"} < set(shown)
+    assert {f"train.{name}" for name in ("method", "loss", "lr", "schedule", "betas")} < set(shown)
+    assert shown == {name: keys[name].default for name in shown}
+    studies = json.loads((ROOT / "reports" / "published" / "studies" / "result.json").read_text(encoding="utf-8"))["studies"]
+    for name in shown:
+        text = keys[name].text
+        assert re.search(r"\b(published|convention|studies: )", text), f"{name}: nothing says what chose its default"
+        assert set(re.findall(r"studies: (\w+)", text)) <= set(studies)
+
+
+def test_the_page_of_defaults_has_the_values_of_the_demo() -> None:
+    demo = load_recipe("smollm2-135m").model_dump(mode="json")
+    shown = named_values("The demo's recipe")
+    assert shown
+    for name, value in shown.items():
+        section, key = name.split(".")
+        assert yaml.safe_load(value) == demo[section][key], name
+    entries = re.findall(r"^## (.*)", (ROOT / "LOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.findall(r'\| LOG.md, ([\d-]+), "([^"]+)"', DEFAULTS.read_text(encoding="utf-8"))
+    assert cited
+    assert [c for c in cited if not any(e.startswith(c[0]) and c[1] in e for e in entries)] == []
 
 
 def test_the_pages_build_strictly(tmp_path: Path) -> None:

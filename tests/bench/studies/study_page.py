@@ -58,7 +58,7 @@ def _about(record: dict[str, Any]) -> list[str]:
     cpu = sum(arm.get("cpu seconds", 0) for seed in results.values() for arm in seed.values()) / 60
     tokens = settings["original steps"] * settings["original tokens a step"] / 1e6
     return [
-        "The method's questions, asked of small models that the study trains itself, with seeds. `make studies` writes this page.",
+        "The method's questions, asked of small models that the studies train, with seeds. `make studies` writes this page.",
         "",
         f"{record['time'][:10]}, {machine['cpu'].split(' avx')[0]}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, FP32, one thread of a busy machine; {cpu:.0f} CPU minutes for the arms.",

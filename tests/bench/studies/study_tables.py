@@ -93,7 +93,7 @@ STUDIES: dict[str, Study] = {
     ),
     "rates": Study(
         "Learning rates",
-        f"From too small to collapse; x 1 is {RATE:g}, chosen on another seed.",
+        f"From too small to collapse; x 1 is {RATE:g}, from a pilot on another seed.",
         {"PTQ": _PLAIN["PTQ"]}
         | {_factor(factor): Spec(train={"lr": RATE * factor}) for factor in (0.01, 0.1, 0.3)}
         | {"QAD": Spec()}
@@ -139,6 +139,7 @@ STUDIES: dict[str, Study] = {
             **_PLAIN,
             "MSE": Spec(train={"loss": "mse"}),
             "MSE rate x 0.3": Spec(train={"loss": "mse", "lr": RATE * 0.3}),
+            "MSE rate x 3": Spec(train={"loss": "mse", "lr": RATE * 3}),
             "reverse KL": Spec(train={"loss": "reverse_kl"}),
             "JSD": Spec(train={"loss": "jsd"}),
         },
@@ -146,6 +147,8 @@ STUDIES: dict[str, Study] = {
         (
             Claim("forward KL below MSE", "QAD", "MSE"),
             Claim("forward KL below MSE at .3 of the rate", "QAD", "MSE rate x 0.3"),
+            Claim("forward KL below MSE at 3 times the rate", "QAD", "MSE rate x 3"),
+            Claim("forward KL below JSD", "QAD", "JSD"),
             Claim("forward KL below reverse KL", "QAD", "reverse KL"),
         ),
     ),
