@@ -96,6 +96,7 @@ def test_a_seed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(originals, "FILES", 12)
     monkeypatch.setattr(originals, "LISTS", 200)
     monkeypatch.setattr(study_arms, "STEPS", 4)
+    monkeypatch.setattr(study_arms, "TOKENS", 4 * study_arms.BATCH * originals.SEQ_LEN)
     monkeypatch.setattr(originals, "sharpen", lambda base, out, *_: shutil.copytree(base, out, dirs_exist_ok=True))
     said: list[str] = []
     place = study_arms.Place(tmp_path, 0)

@@ -76,7 +76,7 @@ class Task:
             ids_BT = torch.cat([ids_BT, next_B[:, None]], 1)
         return ids_BT[:, -ANSWER:]
 
-    def accuracy(self, model: Any, count: int, seed: int) -> float:
-        """Share of problems whose whole answer is right, greedily."""
+    def accuracy(self, model: Any, count: int, seed: int, generator: torch.Generator | None = None) -> float:
+        """Share of problems whose whole answer is right, greedily or sampled by a generator."""
         digits_BD = self.problems(count, seed)
-        return float((self.written(model, digits_BD) == self.answers(digits_BD)).all(1).float().mean())
+        return float((self.written(model, digits_BD, generator) == self.answers(digits_BD)).all(1).float().mean())

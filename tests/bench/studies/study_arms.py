@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sorting_task
+import torch
 from originals import DOMAINS, SEQ_LEN, Say
 
 from qad.arms.arm import KIND, Arm, open_arm, write_arm
@@ -31,6 +32,7 @@ from qad.training.stages import ptq_arm, trained_arm
 from qad.training.student import Student
 
 BATCH, STEPS, RATE = 8, 100, 2e-4
+TOKENS = STEPS * BATCH * SEQ_LEN
 TEST_TOKENS, PROBLEMS = 3072, 1000
 PROMPTED, WRITTEN, RANDOM = "from prompts", "from BOS", "random tokens"
 _GENERATED = {"source": "teacher", "length": 128, "prompt_tokens": 16, "batch_size": 64}
@@ -91,7 +93,7 @@ class Place:
             "train": {
                 "data": self.data(spec.text),
                 "validation_data": every,
-                "tokens": STEPS * BATCH * SEQ_LEN,
+                "tokens": TOKENS,
                 "seq_len": SEQ_LEN,
                 "batch_size": BATCH,
                 "lr": RATE,
@@ -174,7 +176,10 @@ def judge(place: Place, job: Job, original: str, arm: Arm | None, tests: dict[st
         found |= {f"kl {name}": validation.kl, f"ce {name}": validation.loss}
     training = arm.facts.get("training") if arm else None
     found["end"] = training["val_kl_last"] if training else found["kl validation"]
-    return {**found, "accuracy": sorting_task.Task(job.tokenizer).accuracy(model, PROBLEMS, 10**6)}
+    sorting = sorting_task.Task(job.tokenizer)
+    found["accuracy"] = sorting.accuracy(model, PROBLEMS, 10**6)
+    found["sampled"] = sorting.accuracy(model, PROBLEMS, 10**6, torch.Generator().manual_seed(place.seed))
+    return found
 
 
 def run_seed(place: Place, specs: Mapping[str, Spec], say: Say) -> dict[str, dict[str, float]]:

@@ -17,7 +17,8 @@ _NAMES = {
     "kl": "KL to the original",
     "ce": "cross-entropy",
     "end": "validation KL at the end",
-    "accuracy": "lists sorted",
+    "accuracy": "sorted, greedy",
+    "sampled": "sorted, sampled",
     "kl prose": "KL, prose",
     "kl code": "KL, code",
     "kl lists": "KL, lists",
@@ -95,7 +96,7 @@ def _table(study: dict[str, Any], results: dict[str, dict[str, Measures]]) -> li
 
 def _cell(measure: str, found: tuple[float, float, float]) -> str:
     mean, low, high = found
-    if measure == "accuracy":
+    if measure in ("accuracy", "sampled"):
         return f"{mean:.1%} ({max(low, 0.0):.1%}-{min(high, 1.0):.1%})"
     digits = 3 if mean >= 1 else 4
     return f"{mean:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from study_arms import PROMPTED, RANDOM, RATE, WRITTEN, Spec
+from study_arms import PROMPTED, RANDOM, RATE, TOKENS, WRITTEN, Spec
 
 ORDERS = 4
 
@@ -60,22 +60,27 @@ STUDIES: dict[str, Study] = {
             "QAD sharpened": _sharp(),
             "QAT sharpened": _sharp(method="qat"),
             "QAT sharpened, rate / 10": _sharp(method="qat", lr=RATE / 10),
+            "QAD sharpened, 3 x the tokens": _sharp(tokens=3 * TOKENS),
+            "QAT sharpened, 3 x the tokens": _sharp(method="qat", tokens=3 * TOKENS),
             "QAD sharpened, prose alone": Spec(original="sharpened", text=("prose",)),
             "QAD sharpened, random tokens": Spec(original="sharpened", text=RANDOM),
         },
-        ("accuracy", "kl", "ce"),
+        ("accuracy", "sampled", "kl", "ce"),
         (
             Claim(
-                "QAT undoes the skill: it sorts fewer lists than QAD on the same text",
-                "QAT sharpened",
-                "QAD sharpened",
-                "accuracy",
+                "QAT undoes the skill: of sampled answers fewer are right than QAD's", "QAT sharpened", "QAD sharpened", "sampled"
             ),
-            Claim("QAT sorts fewer lists than PTQ", "QAT sharpened", "PTQ sharpened", "accuracy"),
-            Claim("a tenth of the rate does not save QAT", "QAT sharpened, rate / 10", "QAD sharpened", "accuracy"),
+            Claim(
+                "the same with 3 times the tokens", "QAT sharpened, 3 x the tokens", "QAD sharpened, 3 x the tokens", "sampled"
+            ),
+            Claim("the same greedily", "QAT sharpened", "QAD sharpened", "accuracy"),
+            Claim("more tokens undo more, sampled", "QAT sharpened, 3 x the tokens", "QAT sharpened", "sampled"),
+            Claim("a tenth of the rate does not save QAT, sampled", "QAT sharpened, rate / 10", "QAD sharpened", "sampled"),
+            Claim("QAT leaves less than PTQ, sampled", "QAT sharpened", "PTQ sharpened", "sampled"),
+            Claim("QAD leaves more than PTQ, sampled", "PTQ sharpened", "QAD sharpened", "sampled"),
+            Claim("QAD on prose alone leaves more than PTQ, sampled", "PTQ sharpened", "QAD sharpened, prose alone", "sampled"),
             Claim("QAD's KL is below QAT's", "QAD sharpened", "QAT sharpened"),
             Claim("QAT has the lower cross-entropy", "QAT sharpened", "QAD sharpened", "ce"),
-            Claim("QAD loses less of the skill than PTQ", "PTQ sharpened", "QAD sharpened", "accuracy"),
         ),
         ("base", "sharpened"),
     ),
