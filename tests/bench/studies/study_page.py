@@ -97,9 +97,9 @@ def _table(study: dict[str, Any], results: dict[str, dict[str, Measures]]) -> li
 def _cell(measure: str, found: tuple[float, float, float]) -> str:
     mean, low, high = found
     if measure in ("accuracy", "sampled"):
-        return f"{mean:.1%} ({max(low, 0.0):.1%}-{min(high, 1.0):.1%})"
+        return f"{mean:.1%} ({max(low, 0.0):.1%} to {min(high, 1.0):.1%})"
     digits = 3 if mean >= 1 else 4
-    return f"{mean:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _claims(study: dict[str, Any], results: dict[str, dict[str, Measures]]) -> list[str]:
