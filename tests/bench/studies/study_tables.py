@@ -60,6 +60,7 @@ STUDIES: dict[str, Study] = {
             "QAD sharpened": _sharp(),
             "QAT sharpened": _sharp(method="qat"),
             "QAT sharpened, rate / 10": _sharp(method="qat", lr=RATE / 10),
+            "QAT sharpened, rate x 10": _sharp(method="qat", lr=RATE * 10),
             "QAD sharpened, 3 x the tokens": _sharp(tokens=3 * TOKENS),
             "QAT sharpened, 3 x the tokens": _sharp(method="qat", tokens=3 * TOKENS),
             "QAD sharpened, prose alone": Spec(original="sharpened", text=("prose",)),
@@ -76,6 +77,15 @@ STUDIES: dict[str, Study] = {
             Claim("the same greedily", "QAT sharpened", "QAD sharpened", "accuracy"),
             Claim("more tokens undo more, sampled", "QAT sharpened, 3 x the tokens", "QAT sharpened", "sampled"),
             Claim("a tenth of the rate does not save QAT, sampled", "QAT sharpened, rate / 10", "QAD sharpened", "sampled"),
+            Claim(
+                "at 10 times the rate QAT leaves less than QAD, sampled", "QAT sharpened, rate x 10", "QAD sharpened", "sampled"
+            ),
+            Claim(
+                "which is the better rate for QAT by its own measure, cross-entropy",
+                "QAT sharpened, rate x 10",
+                "QAT sharpened",
+                "ce",
+            ),
             Claim("QAT leaves less than PTQ, sampled", "QAT sharpened", "PTQ sharpened", "sampled"),
             Claim("QAD leaves more than PTQ, sampled", "PTQ sharpened", "QAD sharpened", "sampled"),
             Claim("QAD on prose alone leaves more than PTQ, sampled", "PTQ sharpened", "QAD sharpened, prose alone", "sampled"),
