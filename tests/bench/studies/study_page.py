@@ -65,7 +65,7 @@ def _about(record: dict[str, Any]) -> list[str]:
         f"{versions['transformers']}, FP32, one thread of a busy machine; {cpu:.0f} CPU minutes for the arms.",
         "",
         f"{len(results)} seeds, each with an original, text, calibration and order of its own. Cells are "
-        "means with 95 % intervals over seeds (Student's t), claims paired differences, seed by seed; nats per token.",
+        "means with 95 % intervals over seeds (Student's t), claims paired differences, seed by seed, and in how many seeds they hold; nats per token.",
         "",
         f"The originals: Llamas of {size['layers']} layers of {size['hidden']} channels and {size['vocabulary']} tokens, trained "
         f"on {tokens:.1f}M tokens of the standard library's prose and code and of lists of digits with their sorted form, which "
@@ -106,8 +106,10 @@ def _claims(study: dict[str, Any], results: dict[str, dict[str, Measures]]) -> l
     lines = []
     for claim in study["claims"]:
         less, more = (_of(results, claim[side], claim["measure"]) for side in ("less", "more"))
-        mean, low, high = interval([a - b for a, b in zip(less, more, strict=True)])
-        lines.append(f"- {_verdict(low, high)}: {claim['text']} ({mean:+.4f}, {low:+.4f} to {high:+.4f}).")
+        differences = [a - b for a, b in zip(less, more, strict=True)]
+        mean, low, high = interval(differences)
+        seeds = f"{sum(d < 0 for d in differences)} of {len(differences)} seeds"
+        lines.append(f"- {_verdict(low, high)}: {claim['text']} ({mean:+.4f}, {low:+.4f} to {high:+.4f}; {seeds}).")
     return lines
 
 
