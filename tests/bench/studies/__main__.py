@@ -12,7 +12,9 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("QAD_COMPILE", "0")  # models too small to be worth a compiler
@@ -45,13 +47,21 @@ def main() -> None:
     for seed in range(args.seeds):
         place = Place(args.out / f"seed-{seed}", seed)
         make_originals(place.originals, seed, say)
-        results[str(seed)] = run_seed(place, study_tables.arms(), say)
+        made = run_seed(place, study_tables.arms(), say)
+        results[str(seed)] = {arm: {key: round(value, 6) for key, value in found.items()} for arm, found in made.items()}
     publish = args.publish or args.out
     publish.mkdir(parents=True, exist_ok=True)
     record = {"time": now(), **provenance(), "settings": settings(), "studies": study_tables.described(), "results": results}
-    (publish / "result.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (publish / "result.json").write_text(as_json(record), encoding="utf-8")
     (publish / "result.md").write_text(study_page.page(record), encoding="utf-8")
     say(study_page.page(record))
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """An arm a line."""
+    arms = re.compile(r'(?<=^   ")([^"]+": )\{\n([^{}]*?)\n   \}', re.MULTILINE)
+    indented = json.dumps(record, indent=1) + "\n"
+    return arms.sub(lambda match: f"{match[1]}{{{' '.join(match[2].split())}}}", indented)
 
 
 def settings() -> dict[str, object]:

@@ -65,8 +65,8 @@ def _about(record: dict[str, Any]) -> list[str]:
         f"{versions['transformers']}, FP32, one thread of a busy machine; {cpu:.0f} CPU minutes for the arms.",
         "",
         f"{len(results)} seeds, each with an original, text, calibration and order of its own. Cells are "
-        "means with 95 % intervals over seeds (Student's t), claims paired differences, seed by seed, and how many seeds have the "
-        "claim's sign; nats per token. Of twenty differences that are not there one appears all the same.",
+        "means with 95 % intervals over seeds (Student's t), claims paired differences, seed by seed, and how many seeds have "
+        "the claim's sign; nats per token. Of twenty differences that are not there one appears all the same.",
         "",
         f"The originals: Llamas of {size['layers']} layers of {size['hidden']} channels and {size['vocabulary']} tokens, trained "
         f"on {tokens:.1f}M tokens of the standard library's prose and code and of lists of digits with their sorted form, which "
