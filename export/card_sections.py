@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from export.layouts.layout import MODELOPT, Layout
-from qad.arms.arm import GPTQ, KEPT, Arm
+from qad.arms.arm import BLOCKWISE, GPTQ, KEPT, Arm
 from qad.arms.origin import origin_of
 from qad.artifact import open_artifact
 from qad.numerics.formats import FORMATS
@@ -51,6 +51,8 @@ def made_section(arm: Arm) -> str:
         steps.append(f"Scales of activations from {tokens:,} tokens of {_names(calibrate.get('data'))}.")
     if arm.rounding == GPTQ:
         steps.append("4-bit codes and block scales from the inputs of the same tokens, rounding one column after another (GPTQ).")
+    if arm.rounding == BLOCKWISE:
+        steps.append("4-bit codes and block scales trained on the same tokens, one layer after another, towards the original's.")
     if arm.scales == KEPT:
         done = "Trained and quantized" if arm.trained else "Quantized"
         steps.append(f"{done} by another tool, whose codes and scales are kept to the byte.")

@@ -2,13 +2,13 @@
 branches on where a checkpoint came from.
 
     arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six, kept), rounding (nearest,
-                         gptq, kept), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
+                         gptq, blockwise, kept), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
                          counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated
     frozen.safetensors   MODULE.block_scale (E4M3 [N, K/16]) and MODULE.global_scale (FP32), one pair per 4-bit module;
-                         absent where weight scales are dynamic. Where rounding is gptq, MODULE.codes (uint8 [N, K/2]) too, which
+                         absent where weight scales are dynamic. Where codes are decided, MODULE.codes (uint8 [N, K/2]) too, which
                          are exported as they are, and where the recipe trains MODULE.start (BF16 [N, K]), where that begins
     kept.safetensors     of an arm that was imported from a quantized folder: MODULE.ROLE, the stored tensors of every module by
                          the roles of its format. They are what is exported; scales are FP64 where the folder holds
@@ -45,7 +45,7 @@ from qad.untrusted.safetensors_header import read_header
 
 KIND = "arm"
 DYNAMIC = "dynamic"
-NEAREST, GPTQ = "nearest", "gptq"
+NEAREST, GPTQ, BLOCKWISE = "nearest", "gptq", "blockwise"
 KEPT = "kept"  # of scales and rounding: both are those of the folder that was imported
 KEPT_FILE, FROZEN_FILE = "kept.safetensors", "frozen.safetensors"
 
@@ -77,7 +77,7 @@ class Arm:
         """Where training of a parameter begins: its weight, but for codes that were decided the point in their cells that came
         with them, or else their values."""
         module = name.removesuffix(".weight")
-        found = {} if self.trained or self.rounding != GPTQ else self.frozen_scales([module])
+        found = {} if self.trained or not self.decides_codes else self.frozen_scales([module])
         if module not in found:
             return self.weight(name)
         with safe_open(self.folder / FROZEN_FILE, framework="pt") as file:
@@ -174,8 +174,14 @@ class Arm:
 
     @property
     def rounding(self) -> str:
-        """How codes come about: `nearest`, a function of weights and scales, `gptq`, decided once and frozen, or `kept`."""
+        """How codes come about: `nearest`, a function of weights and scales, `gptq` or `blockwise`, decided once and frozen, or
+        `kept`."""
         return str(self.facts.get("rounding", NEAREST))
+
+    @property
+    def decides_codes(self) -> bool:
+        """True where codes were decided with the scales and are exported as they are."""
+        return self.rounding in (GPTQ, BLOCKWISE)
 
     @property
     def kv_cache(self) -> str:

@@ -283,9 +283,9 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _scales(self) -> Recipe:
-        if self.quantize.rounding == "gptq" and (self.quantize.scales == "dynamic" or self.calibrate is None):
+        if self.quantize.rounding != "nearest" and (self.quantize.scales == "dynamic" or self.calibrate is None):
             raise ValueError(
-                "quantize.rounding gptq decides codes beside frozen scales, on text: set quantize.scales to mse and give "
+                f"quantize.rounding {self.quantize.rounding} decides codes beside frozen scales, on text: set quantize.scales to mse and give "
                 "calibrate.data"
             )
         if self.quantize.search and (self.calibrate is None or self.quantize.formats):

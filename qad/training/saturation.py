@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from qad.arms.arm import GPTQ, Arm
+from qad.arms.arm import Arm
 from qad.model.names import names_of
 from qad.numerics.grouped import ExpertInputs
 from qad.numerics.input_saturation import TOLERATED, InputSaturation
@@ -75,7 +75,7 @@ class Saturation:
     def _cut_off_on_purpose(self) -> dict[str, Tensor]:
         """Per module, the blocks that were cut off already in the weights the scales were found for: the source's, or where codes
         were decided with the scales those that training starts from."""
-        found_for = self._arm.start if self._arm.rounding == GPTQ else self._arm.source.get
+        found_for = self._arm.start if self._arm.decides_codes else self._arm.source.get
         found = {}
         for module, scales in self._frozen.items():
             name = f"{module}.weight"

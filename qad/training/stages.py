@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qad.arms.arm import DYNAMIC, GPTQ, KIND, NEAREST, Arm, open_arm, write_arm
+from qad.arms.arm import BLOCKWISE, DYNAMIC, KIND, NEAREST, Arm, open_arm, write_arm
 from qad.arms.kv_cache import CALIBRATES, OFF
 from qad.artifact import MANIFEST, Artifact, differences, open_artifact, run_stage
 from qad.errors import ArtifactError, SourceError, UsageError
@@ -31,6 +31,7 @@ from qad.recipes.trainable import trainable_names
 from qad.text.data import Generations, RandomTokens
 from qad.text.documents import digest_documents
 from qad.text.windows import WindowSet
+from qad.training.blockwise import trained_codes
 from qad.training.calibrate import Calibration, calibrate
 from qad.training.chunked import default_chunk
 from qad.training.gptq_pass import decided_codes
@@ -73,7 +74,7 @@ def _keep_keys(train: dict[str, Any]) -> None:
 def _quantize(recipe: Recipe) -> dict[str, Any]:
     section = recipe.section("quantize")
     del section["plain"]  # another arm
-    if section["rounding"] == GPTQ:  # whether the arm holds where training begins
+    if section["rounding"] != NEAREST:  # whether the arm holds where training begins
         section["start"] = recipe.train is not None
     usual = {"rounding": NEAREST, "kv_format": FP8, "search": None, "recipe": None, "by": "qad", "balance": False}
     for key, only in usual.items():
@@ -141,7 +142,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         facts = _kv_facts(policy, job.recipe.quantize.kv_format)
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
-        if job.recipe.quantize.rounding == GPTQ and windows:
+        if job.recipe.quantize.rounding != NEAREST and windows:
+            facts["rounding"] = job.recipe.quantize.rounding
             frozen = _decided_codes(job, windows, found.input_scales)
         else:
             frozen = _frozen_scales(job)
@@ -214,9 +216,10 @@ def _decided_codes(job: Job, windows: WindowSet, input_scales: dict[str, torch.T
     for group in groups:
         weights = {module: job.source.get(f"{module}.weight") for module in group}
         global_scales |= dict.fromkeys(group, shared_global_scale(weights, strategy))
-    total = _weights(job, groups)
-    with compilation(True if total >= _COMPILE_FROM else None), Progress("gptq", total, "weight") as bar:
-        return decided_codes(
+    total, rounding = _weights(job, groups), job.recipe.quantize.rounding
+    decide = trained_codes if rounding == BLOCKWISE else decided_codes
+    with compilation(True if total >= _COMPILE_FROM else None), Progress(rounding, total, "weight") as bar:
+        return decide(
             _calibrated_model(job, ALONE),
             job.selection,
             windows,
@@ -244,7 +247,7 @@ def trained_arm(
     section = job.recipe.training
     train, validation = job.train_windows(), job.validation_windows()
     start = open_arm(ptq)
-    if start.rounding == GPTQ and not start.starts_in_cells:
+    if start.decides_codes and not start.starts_in_cells:
         raise ArtifactError(f"{ptq} decided its codes without a start for training: make it again by a recipe with train")
     config, inputs = _trained_key(job, method, open_artifact(ptq, KIND).digest)
 
@@ -258,6 +261,7 @@ def trained_arm(
         text = {"train": train.facts(), "validation": validation.facts()}
         kv_cache = _kv_facts(start.kv_cache, start.kv_format or FP8)
         frozen = _frozen_of(start)
+        rounding = {"rounding": start.rounding} if masters is None and start.decides_codes else {}
         write_arm(
             folder,
             method,
@@ -272,6 +276,7 @@ def trained_arm(
             tokens=tokens,
             text=text,
             **kv_cache,
+            **rounding,
         )
         if live != folder / METRICS:
             shutil.copyfile(live, folder / METRICS)

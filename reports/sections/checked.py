@@ -27,7 +27,9 @@ def checked(run: Run, comparison: Comparison, records: list[Record], others: lis
     columns = ["", "Validation, while training", "Test text", "Benchmarks", "Engine, beside the reference", "Noise floor"]
     note = "Validation text chose the checkpoint; the test text was seen by neither calibration, training nor that choice."
     if scales := run.quantize.get("scales"):
-        rounding = "decided by gptq in PTQ" if run.quantize.get("rounding") == "gptq" else "rounded to nearest"
+        rounding = (
+            "rounded to nearest" if (way := run.quantize.get("rounding", "nearest")) == "nearest" else f"decided by {way} in PTQ"
+        )
         note += f" Scales of 4-bit weights: {clean(str(scales), 40)}; codes: {rounding}."
     return Table("Text, benchmarks and engines of each arm", columns, [Group("", rows)], note, align="left", breakable=True)
 

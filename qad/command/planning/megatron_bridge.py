@@ -183,6 +183,8 @@ def _unsaid(recipe: Recipe) -> Iterator[str]:
     if (section.format, section.scales) not in QUANT_CFG:
         taken = QUANT_CFG[section.format, "dynamic"]
         yield f"quantize.scales {section.scales} of {section.format}: there is no preset of it, {taken} is taken"
+    if section.rounding == "blockwise":
+        yield "quantize.rounding blockwise: there is none, weights are rounded to nearest"
     if section.kv_cache != "off" and (section.kv_cache, section.kv_format) not in KV_CACHE_QUANT:
         yield f"quantize.kv_cache {section.kv_cache}: no option bounds scales from below"
     if section.rounding == "gptq" and section.kv_cache != "off":
