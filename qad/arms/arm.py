@@ -2,8 +2,8 @@
 branches on where a checkpoint came from.
 
     arm.json             name, source (path, digest, display name), scales (dynamic, mse, four_over_six, kept), rounding (nearest,
-                         gptq, blockwise, kept), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8, what was
-                         counted
+                         gptq, blockwise, kept), kv_cache (off, calibrated, at_least_one, cast), kv_format where it is not FP8,
+                         what was counted
     selection.json       what is quantized and why the rest is not; absent for BF16
     scales.safetensors   FP32 scalars: MODULE.input_scale, one per module whose inputs are quantized; ATTENTION.k_scale and
                          ATTENTION.v_scale, where the KV cache is calibrated

@@ -285,8 +285,8 @@ class Recipe(_Strict):
     def _scales(self) -> Recipe:
         if self.quantize.rounding != "nearest" and (self.quantize.scales == "dynamic" or self.calibrate is None):
             raise ValueError(
-                f"quantize.rounding {self.quantize.rounding} decides codes beside frozen scales, on text: set quantize.scales to mse and give "
-                "calibrate.data"
+                f"quantize.rounding {self.quantize.rounding} decides codes beside frozen scales, on text: set "
+                "quantize.scales to mse and give calibrate.data"
             )
         if self.quantize.search and (self.calibrate is None or self.quantize.formats):
             raise ValueError("quantize.search decides formats on text: give calibrate.data and leave quantize.formats out")

@@ -10,8 +10,8 @@ Of a weight train the elements in units of their block's scale, E2M1's own, so t
 logarithm of each block's scale, which is deployed rounded to E4M3. Both roundings pass gradients straight through; that of a
 scale is the sum over its block of gradient times decoded value. The global scale stays, a group shares it.
 
-At one time there are a layer's weights with moments and gradients (FP32), and two hidden states of all windows. Codes are kept in the
-arm as those of gptq are, and training goes on from the elements they were rounded from.
+At one time there are a layer's weights with moments and gradients (FP32), and two hidden states of all windows. Codes are kept
+in the arm as those of gptq are, and training goes on from the elements they were rounded from.
 """
 
 from __future__ import annotations
