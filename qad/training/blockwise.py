@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from qad.numerics.gptq import decided_near
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import QuantizedLinear, wrap_linears
 from qad.numerics.nvfp4 import BLOCK_SIZE, E4M3_MAX, E4M3_MIN, FrozenScales, QuantizedTensor
+from qad.numerics.scale_search import search_blocks
 from qad.numerics.widened import widened_linears
 from qad.text.windows import WindowSet
 
@@ -51,14 +53,19 @@ def trained_codes(
     windows: WindowSet,
     weight_of: Callable[[str], Tensor],
     input_scales: Mapping[str, Tensor],
-    frozen: Mapping[str, FrozenScales],
+    global_scales: Mapping[str, Tensor],
+    strategy: str,
+    *,
+    keep_start: bool = True,
     progress: Callable[[int], object] = lambda weights: None,
 ) -> dict[str, FrozenScales]:
-    """Scales, codes and start of every module of `frozen`, on the CPU.
+    """Scales, codes and start of every module of `global_scales`, on the CPU.
 
     model: the original in its compute dtype; its experts are split and its layers become those of the student, in place.
     weight_of: a module's weight [N, K] in the source.
-    frozen: scales of all 4-bit modules, where training begins; the global ones stay.
+    global_scales: FP32 scalars of all 4-bit modules, which stay; a group shares one.
+    strategy: what searches the block scales (qad.numerics.scale_search) that training begins with.
+    keep_start: whether end-to-end training is to go on from the codes; what it begins at is as large as the source.
     progress: called with the weights just decided.
 
     Modules outside of the layers are rounded to nearest. Raises SourceError for a model whose layers do not follow one another.
@@ -66,7 +73,7 @@ def trained_codes(
     split_experts(model)
     device = next(model.parameters()).device
     (batch,) = windows.batches(len(windows))
-    layers = _Layers(selection, weight_of, input_scales, frozen, batch.counted_ST.to(device), progress)
+    layers = _Layers(selection, weight_of, input_scales, global_scales, strategy, batch.counted_ST.to(device), progress)
     inner = {names_of(model).inner(name): name for name in selection.modules}
     for path, layer in model.named_modules():
         names = {leaf.removeprefix(f"{path}."): name for leaf, name in inner.items() if leaf.startswith(f"{path}.")}
@@ -75,10 +82,11 @@ def trained_codes(
     with contextlib.ExitStack() as stack:
         stack.enter_context(widened_linears(device.type))
         model.base_model(**batch.model_inputs(device))
-    for name in frozen.keys() - layers.decided.keys():
-        scales, weight = frozen[name], weight_of(name)
+    for name in global_scales.keys() - layers.decided.keys():
+        weight = weight_of(name)
+        scales = search_blocks(weight, global_scales[name], strategy)
         layers.decided[name] = _kept(weight, nvfp4.quantize(weight, scales.global_scale, scales.block_scale))
-    return layers.decided
+    return layers.decided if keep_start else {name: replace(scales, start=None) for name, scales in layers.decided.items()}
 
 
 class _Layers:
@@ -89,13 +97,15 @@ class _Layers:
         selection: Selection,
         weight_of: Callable[[str], Tensor],
         input_scales: Mapping[str, Tensor],
-        frozen: Mapping[str, FrozenScales],
+        global_scales: Mapping[str, Tensor],
+        strategy: str,
         counted_ST: Tensor,
         progress: Callable[[int], object],
     ) -> None:
         self.decided: dict[str, FrozenScales] = {}
         self._selection, self._weight_of, self._input_scales = selection, weight_of, input_scales
-        self._frozen, self._counted_ST, self._progress = frozen, counted_ST, progress
+        self._global_scales, self._strategy = global_scales, strategy
+        self._counted_ST, self._progress = counted_ST, progress
         self._random = torch.Generator().manual_seed(0)
         self._before: tuple[Tensor, Tensor] | None = None  # what the layer before gave back, and the original's hidden states
 
@@ -136,14 +146,14 @@ class _Layers:
         inside, masters = set(names.values()), {}
         rounded: dict[str, Tensor] = {}
         for group in self._selection.groups:
-            if group[0] in inside and group[0] not in self._frozen:
+            if group[0] in inside and group[0] not in self._global_scales:
                 rounded |= fake_quantize_group({name: self._weight_of(name) for name in group}, format=format_of(group[0]))
         for path, name in names.items():
             linear: Any = layer.get_submodule(path)
-            value = self._weight_of(name) if name in self._frozen else rounded[name]
+            value = self._weight_of(name) if name in self._global_scales else rounded[name]
             linear.weight = nn.Parameter(value.to(self._counted_ST.device, linear.weight.dtype, copy=True), requires_grad=False)
-            if name in self._frozen:
-                masters[name] = _Master(linear, self._weight_of(name), self._frozen[name])
+            if name in self._global_scales:
+                masters[name] = _Master(linear, search_blocks(linear.weight.detach(), self._global_scales[name], self._strategy))
         return masters
 
     def _train(self, masters: Mapping[str, _Master], run: Callable[[Tensor], Tensor], target_STH: Tensor) -> None:
@@ -172,12 +182,12 @@ class _Layers:
 class _Master:
     """What trains of a 4-bit Linear, FP32: element_NGB, its elements in units of their block's scale, and log_scale_NG."""
 
-    def __init__(self, linear: QuantizedLinear, weight_NK: Tensor, scales: FrozenScales) -> None:
-        scales = scales.to(linear.weight.device)
-        self._linear, self._global_scale = linear, scales.global_scale
+    def __init__(self, linear: QuantizedLinear, scales: FrozenScales) -> None:
+        """linear: with the original's weight. scales: of that weight."""
+        self._linear, self._global_scale = linear, scales.global_scale.to(linear.weight.device)
         block_scale_NG = scales.block_scale.float()
         self.log_scale_NG = block_scale_NG.log()
-        blocks_NGB = weight_NK.to(linear.weight.device).float().unflatten(-1, (-1, BLOCK_SIZE))
+        blocks_NGB = linear.weight.detach().float().unflatten(-1, (-1, BLOCK_SIZE))
         self.element_NGB = blocks_NGB / self._unit(block_scale_NG)
         linear.weight.requires_grad_()
         self.deploy()

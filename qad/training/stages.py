@@ -143,8 +143,8 @@ def ptq_arm(job: Job, out: Path, replace: bool = False) -> Artifact:
         if found.without_tokens:
             facts["experts_without_tokens"] = list(found.without_tokens)
         if job.recipe.quantize.rounding != NEAREST and windows:
-            facts["rounding"] = job.recipe.quantize.rounding
             frozen = _decided_codes(job, windows, found.input_scales)
+            facts |= {"rounding": job.recipe.quantize.rounding} if frozen else {}
         else:
             frozen = _frozen_scales(job)
         write_arm(

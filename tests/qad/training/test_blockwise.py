@@ -90,6 +90,10 @@ def test_arm_export_and_reload_hold_the_same_bits(ptq: Path, tmp_path: Path) -> 
     assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
+def global_scales(prepared: Job) -> dict[str, Tensor]:
+    return {module: scales.global_scale for module, scales in _frozen_scales(prepared).items()}
+
+
 def hidden(model: nn.Module, prepared: Job) -> Tensor:
     windows = prepared.calibration_windows()
     assert windows is not None
@@ -113,11 +117,11 @@ def test_streamed_and_loaded_models_decide_alike(ptq: Path, tiny_llama_dir: Path
     prepared, arm = prepare(recipe(tiny_llama_dir, text_file)), open_arm(ptq)
     windows = prepared.calibration_windows()
     assert windows is not None
-    start = _frozen_scales(prepared)
+    start = {m: s.global_scale for group in prepared.selection.groups for m, s in arm.frozen_scales(group).items()}
     for model in (streamed_model(prepared.source, "float32"), load_model(prepared.source, "float32", "cpu")):
         assert model is not None
         found = trained_codes(
-            model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), arm.input_scales, start
+            model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), arm.input_scales, start, "mse"
         )
         for group in prepared.selection.groups:
             for module, scales in arm.frozen_scales(group).items():
@@ -171,7 +175,7 @@ def test_one_layer_is_held_at_a_time(tiny_llama_dir: Path, text_file: Path) -> N
         held.append(sum(p.untyped_storage().nbytes() for p in model.parameters()))  # type: ignore[union-attr]
         return prepared.source.get(f"{module}.weight")
 
-    trained_codes(model, prepared.selection, windows, weight_of, {}, _frozen_scales(prepared))
+    trained_codes(model, prepared.selection, windows, weight_of, {}, global_scales(prepared), "mse")
     layer = max(sum(4 * p.numel() for p in m.parameters()) for m in load_model(prepared.source, "float32", "cpu").model.layers)
     assert max(held) < layer
 
@@ -183,7 +187,7 @@ def test_layers_with_something_between_them_are_refused(tiny_llama_dir: Path, te
     model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     with pytest.raises(SourceError, match="computes something between them"):
         trained_codes(
-            model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), {}, _frozen_scales(prepared)
+            model, prepared.selection, windows, lambda m: prepared.source.get(f"{m}.weight"), {}, global_scales(prepared), "mse"
         )
 
 
