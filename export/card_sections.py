@@ -52,7 +52,7 @@ def made_section(arm: Arm) -> str:
     if arm.rounding == GPTQ:
         steps.append("4-bit codes and block scales from the inputs of the same tokens, rounding one column after another (GPTQ).")
     if arm.rounding == BLOCKWISE:
-        steps.append("4-bit codes and block scales trained on the same tokens, one layer after another, towards the original's.")
+        steps.append("4-bit codes trained on the same tokens, one layer after another, towards the original's.")
     if arm.scales == KEPT:
         done = "Trained and quantized" if arm.trained else "Quantized"
         steps.append(f"{done} by another tool, whose codes and scales are kept to the byte.")

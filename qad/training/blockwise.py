@@ -1,4 +1,4 @@
-"""Codes and block scales of all 4-bit weights trained layer after layer, in one pass of the calibration text
+"""Codes of all 4-bit weights trained layer after layer, in one forward pass of the calibration text
 (`quantize.rounding: blockwise`).
 
 A decoder layer is reached once, with the hidden states of all windows behind the quantized prefix. What the original makes of its
@@ -6,12 +6,11 @@ own hidden states is the target, so that a layer also makes up for what the laye
 units of its target's mean square, as the norms behind see it: a few tokens of most models have hidden states a thousand times as
 large as all others. Activations are quantized as the engine will; nothing but 4-bit weights trains.
 
-Of a weight train the elements in units of their block's scale, E2M1's own, so that one learning rate fits every weight, and the
-logarithm of each block's scale, which is deployed rounded to E4M3. Both roundings pass gradients straight through; that of a
-scale is the sum over its block of gradient times decoded value. The global scale stays, a group shares it.
+Weights train in units of their block's scale, in which E2M1's steps are the same everywhere, so that one learning rate fits all.
+Scales stay as they were searched: learned ones fit the calibration text better and other text worse (LOG.md).
 
-At one time there are a layer's weights with moments and gradients (FP32), and two hidden states of all windows. Codes are kept
-in the arm as those of gptq are, and training goes on from the elements they were rounded from.
+At one time there are a layer's weights with moments and gradients (FP32), and four hidden states of all windows. Codes are kept
+in the arm as those of gptq are, and end-to-end training goes on from the weights that were rounded to them.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from qad.numerics import nvfp4
 from qad.numerics.gptq import decided_near
 from qad.numerics.groups import fake_quantize_group
 from qad.numerics.linear import QuantizedLinear, wrap_linears
-from qad.numerics.nvfp4 import BLOCK_SIZE, E4M3_MAX, E4M3_MIN, FrozenScales, QuantizedTensor
+from qad.numerics.nvfp4 import BLOCK_SIZE, FrozenScales
 from qad.numerics.scale_search import search_blocks
 from qad.numerics.widened import widened_linears
 from qad.text.windows import WindowSet
 
-TOKENS = 512  # a step
-PASSES = 2
-LR_ELEMENT, LR_SCALE = 0.02, 0.01  # in units of the block's scale; of the scale's logarithm
+TOKENS = 1024  # of a step, or fewer so that there are
+STEPS = 16  # of a layer; each window is seen once
+LR = 0.01  # in units of the block's scale
 WARMUP = 4  # steps, then linearly to zero
 BETAS = (0.9, 0.95)
 
@@ -84,8 +83,7 @@ def trained_codes(
         model.base_model(**batch.model_inputs(device))
     for name in global_scales.keys() - layers.decided.keys():
         weight = weight_of(name)
-        scales = search_blocks(weight, global_scales[name], strategy)
-        layers.decided[name] = _kept(weight, nvfp4.quantize(weight, scales.global_scale, scales.block_scale))
+        layers.decided[name] = _kept(weight, search_blocks(weight, global_scales[name], strategy))
     return layers.decided if keep_start else {name: replace(scales, start=None) for name, scales in layers.decided.items()}
 
 
@@ -159,12 +157,9 @@ class _Layers:
     def _train(self, masters: Mapping[str, _Master], run: Callable[[Tensor], Tensor], target_STH: Tensor) -> None:
         power_ST = target_STH.float().square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
         share_ST = self._counted_ST / (power_ST * target_STH.shape[-1])
-        size = max(1, TOKENS // target_STH.shape[1])
-        order = [i for _ in range(PASSES) for i in torch.randperm(len(target_STH), generator=self._random).split(size)]
-        elements, scales = ([getattr(m, kind) for m in masters.values()] for kind in ("element_NGB", "log_scale_NG"))
-        optimizer = torch.optim.AdamW(
-            [{"params": elements, "lr": LR_ELEMENT}, {"params": scales, "lr": LR_SCALE}], betas=BETAS, weight_decay=0.0
-        )
+        size = max(1, min(TOKENS // target_STH.shape[1], len(target_STH) // STEPS))
+        order = torch.randperm(len(target_STH), generator=self._random).split(size)
+        optimizer = torch.optim.AdamW([m.element_NGB for m in masters.values()], lr=LR, betas=BETAS, weight_decay=0.0)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP) * (1 - step / len(order)))
         for index_B in order:
             with torch.enable_grad():
@@ -180,51 +175,38 @@ class _Layers:
 
 
 class _Master:
-    """What trains of a 4-bit Linear, FP32: element_NGB, its elements in units of their block's scale, and log_scale_NG."""
+    """What trains of a 4-bit Linear: element_NGB, FP32, in units of the block's scale."""
 
     def __init__(self, linear: QuantizedLinear, scales: FrozenScales) -> None:
         """linear: with the original's weight. scales: of that weight."""
-        self._linear, self._global_scale = linear, scales.global_scale.to(linear.weight.device)
-        block_scale_NG = scales.block_scale.float()
-        self.log_scale_NG = block_scale_NG.log()
-        blocks_NGB = linear.weight.detach().float().unflatten(-1, (-1, BLOCK_SIZE))
-        self.element_NGB = blocks_NGB / self._unit(block_scale_NG)
+        self._linear, self._scales = linear, scales.to(linear.weight.device)
+        self._unit_NG1 = (self._scales.block_scale.float() * self._scales.global_scale)[..., None]
+        self.element_NGB = linear.weight.detach().float().unflatten(-1, (-1, BLOCK_SIZE)) / self._unit_NG1
         linear.weight.requires_grad_()
         self.deploy()
 
-    def _block_scale(self) -> Tensor:
-        return nvfp4.round_to_e4m3(self.log_scale_NG.exp().clamp(E4M3_MIN, E4M3_MAX))
-
-    def _unit(self, block_scale_NG: Tensor) -> Tensor:
-        return (block_scale_NG * self._global_scale)[..., None]
-
-    def _weight(self, block_scale_NG: Tensor) -> Tensor:
-        return (self.element_NGB * self._unit(block_scale_NG)).flatten(-2)
+    def _weight(self) -> Tensor:
+        return (self.element_NGB * self._unit_NG1).flatten(-2)
 
     def deploy(self) -> None:
         """Write the decoded weight into the Linear."""
-        block_scale_NG = self._block_scale()
-        weight_NK = self._weight(block_scale_NG)
-        decoded_NK = nvfp4.fake_quantize(weight_NK, self._global_scale, block_scale_NG.to(torch.float8_e4m3fn))
+        decoded_NK = nvfp4.fake_quantize(self._weight(), self._scales.global_scale, self._scales.block_scale)
         self._linear.weight.detach().copy_(decoded_NK)
 
     def take_gradient(self) -> None:
         """From the Linear; none where no token came."""
         gradient = self._linear.weight.grad
-        if gradient is None:
-            return
-        self._linear.weight.grad = None
-        gradient_NGB = gradient.float().view_as(self.element_NGB)
-        self.element_NGB.grad = gradient_NGB * self._unit(self._block_scale())
-        self.log_scale_NG.grad = (gradient_NGB * self._linear.weight.float().view_as(gradient_NGB)).sum(-1)
+        if gradient is not None:
+            self.element_NGB.grad = gradient.float().view_as(self.element_NGB) * self._unit_NG1
+            self._linear.weight.grad = None
 
     def decided(self) -> FrozenScales:
-        block_scale_NG = self._block_scale()
-        weight_NK = self._weight(block_scale_NG)
-        return _kept(weight_NK, nvfp4.quantize(weight_NK, self._global_scale, block_scale_NG.to(torch.float8_e4m3fn)))
+        """Scales, codes, and the weight they were rounded from."""
+        return _kept(self._weight(), self._scales)
 
 
-def _kept(weight_NK: Tensor, quantized: QuantizedTensor) -> FrozenScales:
+def _kept(weight_NK: Tensor, scales: FrozenScales) -> FrozenScales:
+    quantized = nvfp4.quantize(weight_NK, scales.global_scale, scales.block_scale)
     start_NK = decided_near(weight_NK, quantized).start_NK
     return FrozenScales(quantized.block_scale, quantized.global_scale, quantized, start_NK).to("cpu")
 

@@ -36,7 +36,7 @@ def recipe(model: Path, text: Path, lr: float = 1e-4, **quantize: object) -> Rec
             "model": str(model),
             "dtype": "float32",
             "quantize": {"scales": "mse", "rounding": "blockwise", **quantize},
-            "calibrate": {"data": str(text), "samples": 32, "seq_len": 32},
+            "calibrate": {"data": str(text), "samples": 48, "seq_len": 32},
             "train": {
                 "tokens": 6 * 128,
                 "seq_len": 32,
