@@ -67,11 +67,8 @@ class Quantize(_Strict):
     scales: Literal["dynamic", "mse", "four_over_six"] = "dynamic"
     """of 4-bit weights: dynamic (published) follow the weights as they train; mse, four_over_six are frozen (studies: scales)"""
     rounding: Literal["nearest", "gptq", "blockwise"] = "nearest"
-    """of 4-bit weights: dynamic (published) follow the weights as they train; mse, four_over_six are frozen (studies: scales)"""
-    rounding: Literal["nearest", "gptq", "blockwise"] = "nearest"
-    """of 4-bit weights (nearest: convention): gptq decides codes and scales by calibrated inputs, blockwise trains codes layer after
-    layer on the same text; training goes on there"""
-    layer on the same text; training goes on there"""
+    """of 4-bit weights (nearest: convention): gptq decides codes and scales by calibrated inputs, blockwise trains codes layer
+    after layer on the same text; training goes on there"""
     by: Literal["qad", "modelopt"] = "qad"
     """what makes the PTQ arm: this tool, or ModelOpt with its own calibration and export (nvidia-modelopt)"""
     balance: bool = False
