@@ -38,8 +38,8 @@ from qad.numerics.scale_search import search_blocks
 from qad.numerics.widened import widened_linears
 from qad.text.windows import WindowSet
 
-TOKENS = 1024  # of a step, or fewer so that there are
-STEPS = 16  # of a layer; each window is seen once
+TOKENS = 512  # of a step, or fewer so that there are
+STEPS = 32  # of a layer; each window is seen once
 LR = 0.01  # in units of the block's scale
 WARMUP = 4  # steps, then linearly to zero
 BETAS = (0.9, 0.95)
@@ -175,10 +175,10 @@ class _Layers:
 
 
 class _Master:
-    """What trains of a 4-bit Linear: element_NGB, FP32, in units of the block's scale."""
+    """What trains of a 4-bit Linear: element_NGB, FP32, in units of the block's scale. linear: with the original's weight, whose
+    scales are given."""
 
     def __init__(self, linear: QuantizedLinear, scales: FrozenScales) -> None:
-        """linear: with the original's weight. scales: of that weight."""
         self._linear, self._scales = linear, scales.to(linear.weight.device)
         self._unit_NG1 = (self._scales.block_scale.float() * self._scales.global_scale)[..., None]
         self.element_NGB = linear.weight.detach().float().unflatten(-1, (-1, BLOCK_SIZE)) / self._unit_NG1
