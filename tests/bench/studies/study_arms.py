@@ -110,8 +110,8 @@ class Place:
     def ptq(self, spec: Spec) -> tuple[Job, Path]:
         """The job of an arm, on evened channels where it asks for them, and its PTQ arm."""
         said = "-".join(f"{key}-{value}" for key, value in sorted(spec.quantize.items())).lower() or "plain"
-        text = spec.original if spec.text == DOMAINS else f"{spec.original}-{' '.join(spec.text)}".replace(" ", "-")
-        job = self.job(spec, text)
+        kinds = spec.text if isinstance(spec.text, str) else " ".join(spec.text)
+        job = self.job(spec, f"{spec.original} {kinds}".replace(" ", "-"))
         job = balanced(job, self.folder / "balanced" / spec.original)
         out = self.folder / "ptq" / f"{spec.original}-{said}"
         ptq_arm(job, out)
@@ -120,14 +120,12 @@ class Place:
     def arm(self, name: str, spec: Spec) -> Arm:
         """Made, unless it was."""
         job, start = self.ptq(spec)
-        if spec.train is None and not spec.scales_apart:
+        if spec.train is None:
             return open_arm(start)
+        (self.folder / "arms").mkdir(exist_ok=True)
         out = self.folder / "arms" / name.replace(" ", "-").replace("/", "by")
         if spec.scales_apart:
             start = _redeclared(open_arm(start), open_arm(start), out.with_name(f"{out.name}-start"), APART)
-        out.parent.mkdir(exist_ok=True, parents=True)
-        if spec.train is None:
-            return open_arm(start)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what fails to learn says so in the table
             trained_arm(job, spec.train.get("method", "qad"), start, out)

@@ -108,7 +108,8 @@ STUDIES: dict[str, Study] = {
     ),
     "rates": Study(
         "Learning rates",
-        f"From too small to collapse; x 1 is {RATE:g}, from a pilot on another seed.",
+        f"From too small to collapse; x 1 is {RATE:g}, from a pilot on another seed. "
+        "KL is that of the best checkpoint, PTQ where none is better.",
         {"PTQ": _PLAIN["PTQ"]}
         | {_factor(factor): Spec(train={"lr": RATE * factor}) for factor in (0.01, 0.1, 0.3)}
         | {"QAD": Spec()}
