@@ -94,7 +94,7 @@ class Train(_Strict):
     attention: Literal["auto", "sdpa", "flash", "flex"] = "auto"
     """of packed windows: sdpa with a dense mask, or on a GPU without one (flex, flash); auto is sdpa on a CPU, flex on a GPU"""
     chunk: Positive | None = None
-    """tokens whose logits exist at one time; none is 128 on a CPU, on a GPU what 4 GB of them hold"""
+    """tokens whose logits exist at one time; none is 128 on a CPU, on a GPU what 1 GB of them hold in BF16"""
     validate_every: Positive = 10
     """steps between validations"""
     validation_tokens: Positive = 4096

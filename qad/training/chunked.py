@@ -4,7 +4,8 @@
 
 The matmul with the output head happens inside the chunk, for teacher and student, and so does the backward pass:
 the gradients of the student's hidden states and head are ready when the forward pass is done, because the loss is
-a sum over tokens. Matmuls run in the compute dtype, everything behind them in FP32.
+a sum over tokens. Matmuls run in the compute dtype, everything behind them in FP32, a few tokens of the chunk at a time: what
+lives of a whole chunk are both models' logits in the compute dtype, and the gradient takes the student's place.
 
 Shape suffixes: T tokens, t tokens of one chunk, V vocabulary, H hidden.
 """
@@ -12,6 +13,8 @@ Shape suffixes: T tokens, t tokens of one chunk, V vocabulary, H hidden.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +23,9 @@ from torch import Tensor
 from qad.training.head import Head
 from qad.training.losses import TokenLoss, TopK, forward_kl
 
-LIVE = 5  # FP32 [chunk, V] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
-_GPU_BYTES = 4 << 30
+ROWS = 32  # tokens of a chunk whose loss is computed at one time; no bit depends on it
+LIVE = 5  # FP32 [ROWS, V] tensors of the KL that live at one time (tests/qad/training/test_chunked.py)
+_GPU_BYTES = 1 << 30  # of both models' BF16 logits
 
 
 def default_chunk(device: str, vocabulary: int) -> int:
@@ -29,13 +33,20 @@ def default_chunk(device: str, vocabulary: int) -> int:
     [V, H]; on a CPU few take no longer than many, and less memory."""
     if device == "cpu":
         return 128
-    return max(512, _GPU_BYTES // (4 * LIVE * vocabulary) // 256 * 256)
+    return max(512, _GPU_BYTES // (4 * vocabulary) // 256 * 256)
+
+
+def loss_bytes(vocabulary: int, hidden: int, chunk: int, width: int) -> float:
+    """Peak of the loss with the gradient of a head [V, H]: in FP32, and what a chunk adds to it in the compute dtype. chunk:
+    tokens. width: bytes of the compute dtype."""
+    added = width if width < 4 else 0
+    return float(vocabulary * (2 * width * chunk + 4 * LIVE * min(ROWS, chunk) + (4 + added) * hidden))
 
 
 class Targets(Protocol):
-    """What a chunk of tokens is compared with: a token loss's second argument."""
+    """What a chunk of tokens is compared with: of any of its rows, a token loss's second argument."""
 
-    def part(self, tokens: slice) -> Any: ...
+    def part(self, tokens: slice) -> Callable[[slice], Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +56,10 @@ class TeacherLogits:
     hidden_TH: Tensor
     head: Head
 
-    def part(self, tokens: slice) -> Tensor:
+    def part(self, tokens: slice) -> Callable[[slice], Tensor]:
         """FP32 logits [t, V]."""
-        return self.head.logits(self.hidden_TH[tokens])
+        raw_tV = self.head.raw(self.head.quantize_input(self.hidden_TH[tokens]))
+        return lambda rows: self.head.finish(raw_tV[rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +68,16 @@ class CachedTopK:
 
     whole: TopK
 
-    def part(self, tokens: slice) -> TopK:
-        return TopK(*(getattr(self.whole, field.name)[tokens] for field in dataclasses.fields(TopK)))
+    def part(self, tokens: slice) -> Callable[[slice], TopK]:
+        parts = [getattr(self.whole, field.name)[tokens] for field in dataclasses.fields(TopK)]
+        return lambda rows: TopK(*(part[rows] for part in parts))
 
 
 class NoTeacher:
     """For losses on labels alone."""
 
-    def part(self, tokens: slice) -> None:
-        return None
+    def part(self, tokens: slice) -> Callable[[slice], None]:
+        return lambda rows: None
 
 
 def chunked_loss(
@@ -77,7 +90,7 @@ def chunked_loss(
 ) -> Tensor:
     """Sum of a loss over all T tokens, FP32 scalar, differentiable in the student's hidden states, head weight and bias.
 
-    Memory beyond the inputs and their gradients: the few [chunk, V] tensors of the loss.
+    Memory beyond the inputs and their gradients: `loss_bytes`.
     """
     labels_T = torch.full((student_hidden_TH.shape[0],), -100) if labels_T is None else labels_T
     arguments = (student, targets, labels_T.to(student_hidden_TH.device), loss, chunk)
@@ -96,18 +109,13 @@ class _ChunkedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs_bias else None
         for start in range(0, hidden_TH.shape[0], chunk):
             part = slice(start, start + chunk)
-            value, d_raw_tV = _chunk(student.raw(hidden_TH[part]), student, targets.part(part), labels_T[part], loss, needs)
-            total += value
-            if d_raw_tV is None:
-                continue
-            d_raw_c = d_raw_tV.to(weight_VH.dtype)
+            raw_tV = student.raw(hidden_TH[part])
+            total += _chunk(raw_tV, student, targets.part(part), labels_T[part], loss, needs, d_bias)
             if d_hidden is not None:
-                d_hidden[part] = d_raw_c @ weight_VH[: student.size]
+                d_hidden[part] = raw_tV @ weight_VH[: student.size]
             if d_weight is not None:
-                _accumulate(d_weight[: student.size], d_raw_c.T, hidden_TH[part])
-            if d_bias is not None:
-                d_bias[: student.size] += d_raw_tV.sum(0)
-            del d_raw_tV, d_raw_c  # before the next chunk's logits exist
+                _accumulate(d_weight[: student.size], raw_tV.T, hidden_TH[part])
+            del raw_tV  # before the next chunk's logits exist
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight_VH.dtype
         return total
@@ -124,16 +132,30 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _chunk(
-    raw_tV: Tensor, student: Head, teacher: Any, labels_t: Tensor, loss: TokenLoss, needs_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The chunk's summed loss and, where needed, its gradient in the raw logits. All else is freed on return."""
-    if not needs_grad:
-        return loss(student.finish(raw_tV), teacher, labels_t).sum(), None
-    with torch.enable_grad():
-        raw_tV.requires_grad_()
-        value = loss(student.finish(raw_tV), teacher, labels_t).sum()
-    (d_raw_tV,) = torch.autograd.grad(value, raw_tV)
-    return value.detach(), d_raw_tV
+    raw_tV: Tensor,
+    student: Head,
+    teacher: Callable[[slice], Any],
+    labels_t: Tensor,
+    loss: TokenLoss,
+    needs_grad: bool,
+    d_bias: Tensor | None,
+) -> Tensor:
+    """The chunk's summed loss. Where needed its gradient replaces the raw logits, and that of the bias is added to `d_bias`."""
+    tokens = len(raw_tV)
+    # Of a bias the sum over tokens is one of the chunk; rows of nearly equal number, as a lone one would be summed otherwise.
+    count = 1 if d_bias is not None else -(-tokens // ROWS)
+    ends, values = [tokens * number // count for number in range(count + 1)], []
+    for rows in (slice(start, end) for start, end in itertools.pairwise(ends)):
+        with torch.set_grad_enabled(needs_grad):
+            part_rV = raw_tV[rows].float().detach().requires_grad_(needs_grad)
+            values.append(loss(student.finish(part_rV), teacher(rows), labels_t[rows]))
+        if needs_grad:
+            (d_part_rV,) = torch.autograd.grad(values[-1], part_rV, torch.ones_like(values[-1]))
+            values[-1] = values[-1].detach()
+            raw_tV[rows] = d_part_rV
+            if d_bias is not None:
+                d_bias[: student.size] += d_part_rV.sum(0)
+    return torch.cat(values).sum()
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -91,11 +91,12 @@ class Head:
         return self.finish(self.raw(self.quantize_input(hidden_tH)))
 
     def raw(self, hidden_tH: Tensor) -> Tensor:
-        """The matmul alone, of what `quantize_input` returned, in the compute dtype, widened to FP32."""
+        """The matmul alone, of what `quantize_input` returned, in the compute dtype."""
         bias = None if self.bias_V is None else self.bias_V[: self.size]
-        return F.linear(hidden_tH, self.weight_VH[: self.size], bias).float()
+        return F.linear(hidden_tH, self.weight_VH[: self.size], bias)
 
     def finish(self, raw_tV: Tensor) -> Tensor:
-        """Scale and cap, differentiable."""
+        """Widened to FP32, scaled and capped, differentiable."""
+        raw_tV = raw_tV.float()
         logits = raw_tV * self.scale if self.scale != 1.0 else raw_tV
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -28,7 +28,7 @@ from qad.recipes.job import Job
 from qad.recipes.modelopt import resolved
 from qad.recipes.recipe import Recipe, Train
 from qad.recipes.trainable import trainable_names
-from qad.training.chunked import LIVE, default_chunk
+from qad.training.chunked import default_chunk, loss_bytes
 
 WIDTH = {"float32": 4, "bfloat16": 2, "auto": 2}
 MOMENTS = {"adamw": 8, "adamw8bit": 2, "adamw_offloaded": 0}  # bytes a parameter on the device
@@ -181,7 +181,7 @@ def need(shape: Shape, train: Train, dtype: str, ranks: int, teacher: Shape | No
         "activations": width * kept * tokens,
         # bool [T, T] a window: documents of a packed one are kept apart by it
         "mask": 0.0 if train.attention in ("flash", "flex") else float(tokens * train.seq_len),
-        "loss": 4.0 * shape.vocabulary * (LIVE * chunk + shape.hidden),
+        "loss": loss_bytes(shape.vocabulary, shape.hidden, chunk, width),
     }
     if ranks > 1:
         parts["gathered"] = width * (2 * shape.layer + shape.root + taught.root)
