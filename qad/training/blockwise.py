@@ -140,6 +140,7 @@ class _Layers:
     def _to_student(self, layer: nn.Module, names: Mapping[str, str]) -> dict[str, _Master]:
         """The layer's Linears quantize as the engine will; those in 4 bits have masters."""
         format_of = self._selection.format_of
+        biases = {path: _bias(layer.get_submodule(path)) for path in names}
         wrap_linears(layer, {path: (self._input_scales.get(name), format_of(name)) for path, name in names.items()})
         inside, masters = set(names.values()), {}
         rounded: dict[str, Tensor] = {}
@@ -150,6 +151,7 @@ class _Layers:
             linear: Any = layer.get_submodule(path)
             value = self._weight_of(name) if name in self._global_scales else rounded[name]
             linear.weight = nn.Parameter(value.to(self._counted_ST.device, linear.weight.dtype, copy=True), requires_grad=False)
+            linear.bias = biases[path]
             if name in self._global_scales:
                 masters[name] = _Master(linear, search_blocks(linear.weight.detach(), self._global_scales[name], self._strategy))
         return masters
@@ -203,6 +205,16 @@ class _Master:
     def decided(self) -> FrozenScales:
         """Scales, codes, and the weight they were rounded from."""
         return _kept(self._weight(), self._scales)
+
+
+def _bias(linear: nn.Module) -> nn.Parameter | None:
+    """Of a Linear that may be streamed: what it holds while it runs, on no token."""
+    found: list[nn.Parameter | None] = []
+    handle = linear.register_forward_pre_hook(lambda module, args: found.append(module.bias))
+    weight: Any = linear.weight
+    linear(weight.new_empty(0, weight.shape[1]))
+    handle.remove()
+    return found[0]
 
 
 def _kept(weight_NK: Tensor, scales: FrozenScales) -> FrozenScales:
