@@ -182,9 +182,8 @@ def _peak_growth(tokens: int, chunk: int, dtype: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "dtype", "width"), [(64, "float32", 4), pytest.param(512, "bfloat16", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "dtype", "width"), [(64, "float32", 4), (512, "bfloat16", 2)])
 def test_c5_a_step_at_4096_tokens_and_151936_ids_fits_in_its_chunk(chunk: int, dtype: str, width: int) -> None:
     """The process's own peak: what is planned, and 15 %. With tokens grow hidden states and their gradients, not [tokens, V]."""
     tokens, vocabulary, hidden = 4096, 151_936, 64
