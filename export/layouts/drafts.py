@@ -21,9 +21,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from qad.model.families import Fused, experts_of, family_of
+from qad.model.limits import DRAFT_COUNTS
 from qad.untrusted import mapping
 
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 _NAMED = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|mtp_block|mtp_linear_proj|mtp_emb_norm|mtp_hidden_norm)\.")
 _LAYER = re.compile(r"^(?:(?:model|language_model|backbone)\.)*layers\.(\d+)\.")
 _RENUMBERED = re.compile(r"^model\.(?:mtp_layers|mtp_block)\.(\d+)\.(.*)$")
@@ -45,7 +45,7 @@ class Drafts:
     def of(cls, config: Mapping[str, object]) -> Drafts:
         """config: of config.json; counts that are no numbers count as none."""
         text = mapping(config.get("text_config"))
-        found = [value for holder in (text, config) for key in _COUNTS if isinstance(value := holder.get(key), int)]
+        found = [value for holder in (text, config) for key in DRAFT_COUNTS if isinstance(value := holder.get(key), int)]
         layers = text.get("num_hidden_layers", config.get("num_hidden_layers"))
         kind = text.get("model_type") or config.get("model_type")
         return cls(max(0, *found, 0), layers if isinstance(layers, int) else 1 << 30, str(kind), family_of(config).fused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,18 +144,25 @@ def _quantized_otherwise(arm: Arm, other: list[str], modules: int) -> Iterator[F
 
 def _input_scales(folder: Folder, arm: Arm, modules: list[str]) -> Iterator[Finding]:
     other: list[str] = []
+    times: list[float] = []
     for module in modules:
         format = folder.format_of(module)
         name = f"{module}.{folder.layout.leaf(format, INPUT_SCALE)}"
         own = arm.input_scales.get(module)
         if own is None or name not in folder.tensors:
             continue
-        if not _within_one_ulp(folder.layout.decode_scale(folder.get(name), format), own):
+        stored = folder.layout.decode_scale(folder.get(name), format)
+        if not _within_one_ulp(stored, own):
             other.append(module)
+            times.append(abs(math.log2(max(float(stored), 1e-38) / float(own))))
     if 2 * len(other) < len(modules):
         for module in other:
             told = f"its input scale is not the one {arm.name} was calibrated with"
             yield error("W3", module, told, f"export {arm.folder} again")
+    elif other and statistics.median(times) > 3:
+        off = 2 ** statistics.median(times)
+        told = f"has an input scale {off:.0f} times off that of {arm.name}, as half of {len(other)} modules"
+        yield error("W3", other[0], told, "store the scale itself, amax / (6 * 448), or its reciprocal as the layout says")
     elif other:
         told = f"has another input scale than {arm.name} ({len(other)} modules): another calibration"
         yield warning("W3", other[0], told, f"compare with an export of {arm.folder}")

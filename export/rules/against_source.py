@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from export.folder import Folder
@@ -15,6 +16,7 @@ from qad.model.built_config import built_config
 from qad.model.loader import load_tokenizer
 from qad.model.source import Checkpoint
 from qad.text.processor import PROCESSOR_FILES, processor_digest
+from qad.untrusted import mapping, strict_json
 
 # Written by the library that saves, or about how rather than what is computed.
 _OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
@@ -34,6 +36,12 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, objec
     if processor_digest(folder.path) != processor_digest(source.folder):
         told = f"{' and '.join(PROCESSOR_FILES)} are not the source model's: an engine sees images otherwise, or stops at one"
         yield error("W3", "processor", told, f"copy them from {source.folder}")
+    for name in ("generation_config.json", "chat_template.jinja", "additional_chat_templates"):
+        if told := _beside(folder.path / name, source.folder / name):
+            yield error("W3", name, told, f"copy it from {source.folder}")
+    if (folder.path / "adapter_config.json").is_file():
+        told = "announces an adapter, whose weights transformers and engines would look for"
+        yield warning("W3", "adapter_config.json", told, "remove it")
     try:
         theirs = load_tokenizer(source.folder)
     except SourceError as failure:
@@ -44,7 +52,8 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, objec
     except SourceError as failure:
         yield error("W3", "tokenizer", str(failure), f"copy the tokenizer from {source.folder}")
         return
-    for what, of in (("vocabulary or merges", _model), ("text", _ids), ("a chat", _prompt)):
+    checked = (("vocabulary or merges", _model), ("text", _ids), ("a chat", _prompt), ("chats by their template", _templates))
+    for what, of in (*checked, ("special tokens", _special)):
         if of(ours) != of(theirs):
             told = f"{what} of the source model's tokenizer come out differently"
             yield error("W3", "tokenizer", told, f"copy tokenizer and chat template from {source.folder}")
@@ -58,6 +67,36 @@ def _model(tokenizer: Any) -> dict[str, object]:
     if backend is None:
         return dict(tokenizer.get_vocab())
     return {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("padding", "truncation")}
+
+
+def _beside(ours: Path, theirs: Path) -> str:
+    """What is wrong with a file or folder that decides how a model is served; "" where the source has none or the same."""
+    if not theirs.exists():
+        return ""
+    if not ours.exists():
+        return f"{ours.name} of the source model is missing: answers end or are drawn otherwise" if ours.suffix == ".json" else ""
+    if theirs.is_dir():
+        return next((told for file in sorted(theirs.iterdir()) if (told := _beside(ours / file.name, file))), "")
+    if ours.suffix == ".json":
+        a, b = ({k: v for k, v in _json(p).items() if k not in _OWN_KEYS} for p in (ours, theirs))
+        differ = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
+        return f"{differ[0]} is {a.get(differ[0])!r}, the source model has {b.get(differ[0])!r}" if differ else ""
+    return "" if ours.read_bytes() == theirs.read_bytes() else f"{ours.name} is not the source model's"
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        return dict(mapping(strict_json(path.read_bytes())))
+    except (OSError, ValueError):
+        return {}
+
+
+def _templates(tokenizer: Any) -> object:
+    return tokenizer.chat_template
+
+
+def _special(tokenizer: Any) -> dict[str, object]:
+    return {**tokenizer.special_tokens_map, "longest input": tokenizer.model_max_length}
 
 
 def _ids(tokenizer: Any) -> list[int]:

@@ -137,6 +137,9 @@ def _differs_from_the_embedding(folder: Folder) -> bool:
     return head.shape != table.shape or head.dtype != table.dtype or not torch.equal(head, table)
 
 
+_KV_SCALES = 1e-8, 1e4  # of E4M3, whose largest is 448: K and V of any model lie well within
+
+
 def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
     """k_scale and v_scale come in pairs, are positive scalars, and exist exactly where a KV algorithm is announced."""
     announced = folder.announced.kv_cache
@@ -166,8 +169,8 @@ def e10_kv_scales(folder: Folder) -> Iterator[Finding]:
             yield error("E10", module, f"{leaf} is {entry.dtype} {list(entry.shape)}, expected an F32 scalar", _AGAIN)
         else:
             value = float(folder.get(name).float().reshape(()))
-            if not (math.isfinite(value) and value > 0):
-                yield error("E10", module, f"{leaf} is {value}", "calibrate again")
+            if not (math.isfinite(value) and _KV_SCALES[0] < value < _KV_SCALES[1]):
+                yield error("E10", module, f"{leaf} is {value}, which no K or V has", "calibrate again")
 
 
 def _nvfp4_cache(folder: Folder) -> Iterator[Finding]:

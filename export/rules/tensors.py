@@ -19,6 +19,8 @@ _AGAIN = "export the arm again"
 
 # A global scale above this decodes to weights beyond FP16's range, which no model has: its reciprocal was stored.
 _LARGEST_WEIGHT = 65504.0
+_LARGEST_INPUT = 1e7  # models have reached some 1e5
+_MODULES = 8  # whose input scales are not equal by chance
 
 
 def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
@@ -43,6 +45,25 @@ def e3_modules_whole(folder: Folder) -> Iterator[Finding]:
             other = next((f.name for f in FORMATS.values() if f.stores_alike(record) and f.quantizes_inputs), "")
             yield error("E3", module, f"has {inputs}, but {record.name} leaves activations alone", f"remove it, or set {other}")
         yield from _unknown(folder, module)
+    yield from _calibrated(folder)
+
+
+def _calibrated(folder: Folder) -> Iterator[Finding]:
+    """Input scales that were measured: unlike each other, and of inputs that BF16 models have."""
+    found: dict[str, float] = {}
+    for module in folder.packed:
+        record = folder.record_of(module)
+        name = f"{module}.{folder.layout.leaf(record.name, INPUT_SCALE)}"
+        entry = folder.tensors.get(name)
+        if record.quantizes_inputs and entry is not None and math.prod(entry[1].shape) == 1 and entry[1].dtype == "F32":
+            found[name] = float(folder.layout.decode_scale(folder.get(name), record.name).reshape(())) * record.largest
+    if len(found) >= _MODULES and len(set(found.values())) == 1:
+        told = f"input scales of all {len(found)} modules are one number: nothing was calibrated"
+        yield warning("E3", next(iter(found)), told, "calibrate, unless one scale for all was meant")
+    huge = [name for name, amax in found.items() if amax > _LARGEST_INPUT]
+    if huge:
+        told = f"stands for inputs up to {found[huge[0]]:.3g} ({len(huge)} modules), which no model has"
+        yield warning("E3", huge[0], told, "calibrate again; a reciprocal may have been stored")
 
 
 def _shapes(folder: Folder, module: str, n: int, k: int) -> Iterator[Finding]:

@@ -152,12 +152,18 @@ def _median(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     check = _check("median_recovery", "median recovery", threshold, comparison.median_recovery.get(arm), _percent)
     if check.value is None and (unfit := _unfit(comparison, arm)):
         return dataclasses.replace(check, why=unfit)
-    doubts = _doubts([row for row in comparison.benchmarks if row.headline], arm)
+    rows = [row for row in comparison.benchmarks if row.headline]
+    doubts = _doubts(rows, arm) + [f"recovery on {label} was not measured" for label in _unscored(rows, arm)]
     return _undecided(check, doubts) if check.outcome == PASS and doubts else check
 
 
 def _doubts(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
     return [f"recovery on {row.label}: {row.doubt[arm]}" for row in rows if arm in row.doubt]
+
+
+def _unscored(rows: Sequence[BenchmarkRow], arm: str) -> list[str]:
+    """Benchmarks that one of bf16 and the arm has a score on, and the other has none: lost, or never run."""
+    return [row.label for row in rows if (arm in row.score) != (BASELINE in row.score)]
 
 
 def _unfit(comparison: Comparison, arm: str) -> str:
@@ -178,8 +184,8 @@ def _undecided(check: Check, doubts: list[str]) -> Check:
 
 def _worst(comparison: Comparison, arm: str, threshold: Threshold) -> Check:
     """Of every benchmark: the lowest limit has to hold, so the lowest upper limit is what fails."""
-    rows = [row for row in comparison.benchmarks if row.recovery]
-    unscored = [row.label for row in rows if arm not in row.recovery or arm not in row.score or BASELINE not in row.score]
+    rows = comparison.benchmarks
+    unscored = _unscored(rows, arm)
     found = [(row, recovery) for row in rows if (recovery := row.recovery.get(arm)) is not None]
     if not found:
         check = _check("worst_benchmark", "recovery of every benchmark", threshold, None, _percent)

@@ -52,6 +52,10 @@ class Served(Strict):
     metric: Literal["tokens_per_s", "ttft_ms", "tpot_ms"] = "tokens_per_s"
 
 
+# Beyond these a threshold could never fail, or never pass.
+_LARGEST = {"median_recovery": 2, "worst_benchmark": 2, "top1": 1, "memory_ratio": 2, "failure_share": 1}
+
+
 class Policy(Strict):
     name: str
     about: str = ""
@@ -63,12 +67,16 @@ class Policy(Strict):
     speed_up: SpeedUp | None = None
     served: Served | None = None
     failure_share: AtMost | None = None
-    confidence: Annotated[float, pydantic.Field(gt=0.5, lt=1)] = 0.95
+    confidence: Annotated[float, pydantic.Field(gt=0.5, le=0.9999)] = 0.95
 
     @pydantic.model_validator(mode="after")
     def _asks_for_something(self) -> Policy:
         if not self.thresholds:
             raise ValueError(f"it has no threshold: give one of {', '.join(THRESHOLDS)}")
+        for name, threshold in self.thresholds.items():
+            limit = threshold.at_most if isinstance(threshold, AtMost) else threshold.at_least
+            if limit > _LARGEST.get(name, limit):
+                raise ValueError(f"{name} is a share, at most {_LARGEST[name]}: {limit:g} in percent is {limit / 100:g}")
         return self
 
     @property

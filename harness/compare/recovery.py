@@ -137,7 +137,8 @@ def _benchmark(key: TaskKey, scores: dict[str, TaskScore], headline: bool, strea
         deviations[arm] = paired_ratio_deviations(*pair, cluster, stream, list(values).index(arm))
         if first.chance is not None and first.higher_is_better:
             above[arm] = paired_ratio_interval(*pair, cluster, first.chance)
-        bounded = first.higher_is_better and all(v.min() >= 0 and v.max() <= 1 for v in pair)
+        # One arm within 0 and 1 is enough: the other may have been written in percent.
+        bounded = first.higher_is_better and all(v.min() >= 0 for v in pair) and min(v.max() for v in pair) <= 1
         if bounded and (why := doubtful(recovery[arm])):
             doubt[arm] = why
             notes.append(f"{label}: recovery of {arm}, {why}")

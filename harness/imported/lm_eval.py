@@ -103,8 +103,15 @@ def _task_facts(raw: dict[str, Any], task: str) -> dict[str, Any]:
     }
 
 
+# Metrics of lm-eval and of others whose result file may not say so.
+LOWER_IS_BETTER = frozenset(
+    ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter", "wer", "cer", "loss", "nll")
+)
+
+
 def _higher(raw: dict[str, Any], task: str, metric: str) -> bool:
-    return mapping(mapping(raw.get("higher_is_better")).get(task)).get(metric) is not False
+    told = mapping(mapping(raw.get("higher_is_better")).get(task)).get(metric)
+    return told if isinstance(told, bool) else metric not in LOWER_IS_BETTER
 
 
 def _items(raw: dict[str, Any], task: str) -> int | None:

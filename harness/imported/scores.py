@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.imported.lm_eval import lm_eval_records
+from harness.imported.lm_eval import LOWER_IS_BETTER, lm_eval_records
 from harness.imported.load_tools import import_results, is_load_result
 from harness.imported.stamp import MODEL, imported_record
 from harness.records.record import AccuracyData, Item, PublishedScore, Record, ScoresData, TaskScore
@@ -115,7 +115,8 @@ def _unit(path: Path, cells: list[tuple[int, dict[str, str], str, float]]) -> fl
 
 
 def _lower(row: dict[str, str]) -> bool:
-    return row.get("higher_is_better", "").lower() in _NO
+    told = row.get("higher_is_better", "").lower()
+    return told in _NO if told else row.get("metric", "").lower() in LOWER_IS_BETTER
 
 
 def _csv_rows(path: Path) -> tuple[str, str, list[dict[str, str]]]:
@@ -164,13 +165,24 @@ def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: 
             f"{path}, row {line}: {clean(row['benchmark'])} scores {value:g}, above {largest:g}: give the largest possible "
             "score in a column maximum"
         )
+    chance = _number(path, line, row, "chance")
+    told = f"{path}, row {line}: {clean(row['benchmark'])} scores {value:g} of {largest:g}"
+    if largest == 100 and chance is not None and 0 < chance <= 1:
+        raise DataError(f"{told}, and chance is {chance:g}: write both in percent")
+    if stderr and not lower and items is None and 0 < value < largest:
+        taken = value * (largest - value) / stderr**2
+        if taken < 1 or (largest == 100 and taken > _MOST_ITEMS):
+            raise DataError(
+                f"{told} with a standard error of {stderr:g}, which {taken:.3g} items would have: write both in one unit, "
+                "or give items"
+            )
     return PublishedScore(
         task=row["benchmark"],
         metric=row.get("metric") or "score",
         value=value,
         maximum=largest,
         higher_is_better=not lower,
-        chance=_number(path, line, row, "chance"),
+        chance=chance,
         items=None if items is None else int(items),
         repeats=None if repeats is None else int(repeats),
         stderr=stderr,
@@ -180,6 +192,7 @@ def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: 
 
 
 _LEAST = {"items": 1, "repeats": 1, "stderr": 0}
+_MOST_ITEMS = 5e6  # of a benchmark, answers of all repeats counted; also what a standard error may stand for
 
 
 def _number(path: Path, line: int, row: dict[str, str], name: str, least: float = -math.inf) -> float | None:
@@ -191,8 +204,8 @@ def _number(path: Path, line: int, row: dict[str, str], name: str, least: float 
         value = float(text)
     except ValueError as error:
         raise DataError(f"{path}, row {line}: {clean(name)} is {clean(text)!r}, expected a number") from error
-    if not math.isfinite(value) or value < least:
-        allowed = "a finite number" if math.isinf(least) else f"{least} or more"
+    if not math.isfinite(value) or value < least or (name in ("items", "repeats") and value > 1e12):
+        allowed = "a finite number" if math.isinf(least) else f"{least} or more, below 1e12"
         raise DataError(f"{path}, row {line}: {clean(name)} is {clean(text)!r}, expected {allowed}")
     return value
 

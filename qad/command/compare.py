@@ -166,6 +166,10 @@ def read_arms(arguments: Sequence[str]) -> list[Record]:
     """
     records: list[Record] = []
     placed: list[str] = []
+    paths = [_split(argument)[1].resolve() for argument in arguments]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{twice} is given as more than one arm: each arm has results of its own")
     for place, argument in enumerate(arguments):
         name, path = _split(argument)
         default = name or (ARMS[place] if place < len(ARMS) else path.stem)

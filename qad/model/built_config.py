@@ -26,12 +26,17 @@ def built_config(config: Mapping[str, object]) -> Any | None:
 def _built(config: str) -> Any | None:
     from transformers import CONFIG_MAPPING
 
-    plain = json.loads(config)
     with quiet():
         try:
+            plain = json.loads(config, object_hook=_special_float)
             return CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
         except Exception:  # transformers raises anything for a config it does not understand
             return None
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers 5 writes an infinite number as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def ties_embeddings(config: Mapping[str, object]) -> bool:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from qad.errors import SourceError, UsageError
-from qad.untrusted import clean
+from qad.untrusted import clean, mapping
 
+DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 _OFFSET = 2  # rows that a table of positions may have before the first (OPT, BART)
+
+
+def require_layers(config: Mapping[str, object], tensors: Iterable[str], folder: Path) -> None:
+    """Raises SourceError where tensors belong to layers that the config does not count: they would be left out without a word.
+    Heads that draft tokens may be stored as further layers."""
+    counts = {**config, **mapping(config.get("text_config"))}
+    layers = counts.get("num_hidden_layers")
+    drafts = max((n for key in DRAFT_COUNTS if isinstance(n := counts.get(key), int)), default=0)
+    stored = max((int(found[1]) + 1 for name in tensors if (found := _LAYER.match(name))), default=0)
+    if isinstance(layers, int) and stored > layers + drafts:
+        raise SourceError(
+            f"{folder} holds tensors of {stored} layers, num_hidden_layers of its config.json is {layers}: correct the number, "
+            "or take the original's config.json"
+        )
 
 
 def require_ids(model: Any, tokenizer: Any, folder: Path) -> None:

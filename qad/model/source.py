@@ -41,7 +41,21 @@ _NOT_DOWNLOADED = [
 DEMO_FOLDER = "models/SmolLM2-135M-Instruct"  # where the shipped recipe looks for the demo's model
 _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "activation_scale")
 _LONGEST_NAME = 200  # characters of the name people call a model by
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
+# What else decides how text becomes ids, and chats text.
+_PROMPT_FILES = (
+    *(
+        "tokenizer_config.json",
+        "generation_config.json",
+        "merges.txt",
+        "vocab.txt",
+        "spiece.model",
+        "*.tiktoken",
+        "tiktoken.model",
+    ),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/*.jinja",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +106,8 @@ class Checkpoint:
     @functools.cached_property
     def digest(self) -> str:
         """Identity of config, weights and tokenizer by content."""
-        names = {"config.json", *_TOKENIZER_FILES, "chat_template.jinja", "generation_config.json"}
-        files = {info.file for info in self.tensors.values()} | {self.folder / name for name in names}
-        found = sorted(f for f in files if f.is_file())
+        beside = {f for name in ("config.json", *_TOKENIZERS, *_PROMPT_FILES) for f in self.folder.glob(name)}
+        found = sorted(f for f in beside | {info.file for info in self.tensors.values()} if f.is_file())
         with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds the interpreter
             return digest_of({f.name: digest for f, digest in zip(found, pool.map(_hash, found), strict=True)})
 
@@ -149,8 +162,8 @@ def open_checkpoint(model: str | Path, *, allow_quantized: bool = False) -> Chec
         block = config["quantization_config"]
         method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
         raise SourceError(f"{folder} is already quantized ({method}): start from the BF16 original it was made from")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES[:3]):
-        raise SourceError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}): copy the model's own there")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise SourceError(f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}): copy the model's own there")
     if not allow_quantized:
         odd = next(((n, t.dtype) for n, t in tensors.items() if t.dtype not in ("BF16", "F16", "F32", "I64")), None)
         if odd:

@@ -17,7 +17,7 @@ from qad.arms.selection import Selection, describe, select
 from qad.artifact import canonical, run_stage
 from qad.errors import DataError, SourceError, UsageError
 from qad.model.attention import training_attention
-from qad.model.limits import require_ids, require_positions
+from qad.model.limits import require_ids, require_layers, require_positions
 from qad.model.loader import default_device, load_model, load_skeleton, load_tokenizer, resolve_dtype
 from qad.model.names import names_of
 from qad.model.source import Checkpoint, open_checkpoint
@@ -164,6 +164,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None] = lambda line: None, text
     section = recipe.quantize
     selection = select(skeleton, section.format, section.include, section.exclude, section.formats)
     _require_tensors(source, selection)
+    require_layers(source.config, source.tensors, source.folder)
     require_ids(skeleton, tokenizer, source.folder)
     require_positions(skeleton, source.folder, _sequences(recipe))
     _check_kv_cache(section.kv_cache, skeleton)

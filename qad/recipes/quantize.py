@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from qad.numerics.formats import FORMATS
 from qad.text.data import Positive
@@ -23,6 +23,11 @@ def _known(name: str) -> str:
 
 
 Format = Annotated[str, AfterValidator(_known), WithJsonSchema({"type": "string", "enum": list(FORMATS)})]
+
+
+def _off(value: object) -> object:
+    """What YAML 1.1 makes of an unquoted off."""
+    return "off" if value is False else value
 
 
 BF16 = "BF16"  # of a search: a module that stays as it is
@@ -77,7 +82,7 @@ class Quantize(_Strict):
     """beside it an arm ptq_plain, of the original to nearest with dynamic scales: what scales, rounding and balance are worth"""
     search: Search | None = None
     """formats for a target of bits a weight, by the KL of each choice alone; takes the place of formats"""
-    kv_cache: Literal["off", "calibrated", "at_least_one", "cast"] = "off"
+    kv_cache: Annotated[Literal["off", "calibrated", "at_least_one", "cast"], BeforeValidator(_off)] = "off"
     """off, or quantized with scales from the largest K and V (calibrated), never below 1 (at_least_one), or none (cast)"""
     kv_format: Literal["FP8", "NVFP4"] = "FP8"
     """of the KV cache: FP8, or NVFP4 (modelopt layout; vLLM 0.32 on Blackwell and a few others, nobody ran it here)"""

@@ -34,7 +34,7 @@ class Calibrate(_Strict):
     """windows (convention; published are about 1,000)"""
     seq_len: Positive = 512
     """tokens of a window"""
-    headroom: Annotated[float, Field(gt=0)] = 1.0
+    headroom: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """factor on the largest input seen: above 1, larger inputs find room and small ones lose resolution (1: convention)"""
 
 

@@ -71,7 +71,7 @@ def supervised_text(
         )
     template = _template(tokenizer, given) if tokenizer.chat_template else ""
     if _MARKED.search(template):
-        _require_shown(template, messages, where)
+        _require_shown(template, messages, where, given)
         text, spans = _marked(tokenizer, template, messages, where, given)
     else:
         text = render(tokenizer, messages, where, given)
@@ -85,7 +85,7 @@ def render(
     """The conversation as text. Raises DataError where the tokenizer has no template or the template refuses it."""
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the model's tokenizer has no chat template: use text, or a model that has one")
-    _require_shown(_template(tokenizer, given), messages, where)
+    _require_shown(_template(tokenizer, given), messages, where, given)
     try:
         text: str = tokenizer.apply_chat_template(
             _shown(messages), tokenize=False, add_generation_prompt=generation_prompt, **given
@@ -99,14 +99,14 @@ def _template(tokenizer: Any, given: Given) -> str:
     return str(tokenizer.get_chat_template(tools=given.get("tools")))
 
 
-def _require_shown(template: str, messages: Sequence[Message], where: str) -> None:
-    """Thinking reaches the model only through a template that names its key; others drop it without a word."""
-    for message in messages:
-        held = [key for key in _THINKING if message.get(key)]
+def _require_shown(template: str, messages: Sequence[Message], where: str, given: Given) -> None:
+    """Thinking and tools reach the model only through a template that names their key; others drop them without a word."""
+    asked = [(message, keys) for message in messages for keys in (_THINKING, ("tool_calls",))]
+    for held in ([key for key in keys if row.get(key)] for row, keys in (*asked, (given, ("tools",)))):
         if held and not any(re.search(rf"(?<!\w){key}(?!\w)", template) for key in held):
             lost = held[0]
             raise DataError(
-                f"{where}: a message has {lost!r}, which the model's chat template does not show: it would be left out. Write it "
+                f"{where}: {'the row' if lost == 'tools' else 'a message'} has {lost!r}, which the model's chat template does not show: it would be left out. Write it "
                 f"into the content, give a model whose template shows it, or drop {lost!r}"
             )
 

@@ -22,7 +22,7 @@ Positive = Annotated[int, Field(gt=0)]
 class _Source(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """share of the tokens, relative to the other sources of a list"""
 
 
