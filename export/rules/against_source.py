@@ -19,6 +19,7 @@ from qad.text.processor import PROCESSOR_FILES, processor_digest
 from qad.untrusted import mapping, strict_json
 
 # Written by the library that saves, or about how rather than what is computed.
+GENERATION = "generation_config.json"
 _OWN_KEYS = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _TEXT = "How deep is the river? 12,345 m\u00b2 \u2014 na\u00efve caf\u00e9\n\tdef f(x):\n        return x  # \u6cb3\u6d41"
 _CHAT = [{"role": "user", "content": _TEXT}]
@@ -36,9 +37,7 @@ def against_source(folder: Folder, source: Checkpoint, expected: dict[str, objec
     if processor_digest(folder.path) != processor_digest(source.folder):
         told = f"{' and '.join(PROCESSOR_FILES)} are not the source model's: an engine sees images otherwise, or stops at one"
         yield error("W3", "processor", told, f"copy them from {source.folder}")
-    for name in ("generation_config.json", "chat_template.jinja", "additional_chat_templates"):
-        if told := _beside(folder.path / name, source.folder / name):
-            yield error("W3", name, told, f"copy it from {source.folder}")
+    yield from _generation(folder.path / GENERATION, source.folder / GENERATION)
     if (folder.path / "adapter_config.json").is_file():
         told = "announces an adapter, whose weights transformers and engines would look for"
         yield warning("W3", "adapter_config.json", told, "remove it")
@@ -69,19 +68,18 @@ def _model(tokenizer: Any) -> dict[str, object]:
     return {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("padding", "truncation")}
 
 
-def _beside(ours: Path, theirs: Path) -> str:
-    """What is wrong with a file or folder that decides how a model is served; "" where the source has none or the same."""
+def _generation(ours: Path, theirs: Path) -> Iterator[Finding]:
+    """Where answers end, and how they are drawn."""
     if not theirs.exists():
-        return ""
+        return
+    remedy = f"copy it from {theirs.parent}"
     if not ours.exists():
-        return f"{ours.name} of the source model is missing: answers end or are drawn otherwise" if ours.suffix == ".json" else ""
-    if theirs.is_dir():
-        return next((told for file in sorted(theirs.iterdir()) if (told := _beside(ours / file.name, file))), "")
-    if ours.suffix == ".json":
-        a, b = ({k: v for k, v in _json(p).items() if k not in _OWN_KEYS} for p in (ours, theirs))
-        differ = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
-        return f"{differ[0]} is {a.get(differ[0])!r}, the source model has {b.get(differ[0])!r}" if differ else ""
-    return "" if ours.read_bytes() == theirs.read_bytes() else f"{ours.name} is not the source model's"
+        yield error("W3", ours.name, "of the source model is missing: answers may not end, or are drawn otherwise", remedy)
+        return
+    mine, original = ({k: v for k, v in _json(path).items() if k not in _OWN_KEYS} for path in (ours, theirs))
+    for key in sorted(key for key in {*mine, *original} if mine.get(key) != original.get(key)):
+        told = f"{key} is {mine.get(key)!r}, the source model has {original.get(key)!r}"
+        yield (error if key == "eos_token_id" else warning)("W3", ours.name, told, remedy)
 
 
 def _json(path: Path) -> dict[str, object]:
@@ -95,8 +93,8 @@ def _templates(tokenizer: Any) -> object:
     return tokenizer.chat_template
 
 
-def _special(tokenizer: Any) -> dict[str, object]:
-    return {**tokenizer.special_tokens_map, "longest input": tokenizer.model_max_length}
+def _special(tokenizer: Any) -> dict[str, str]:
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
 
 
 def _ids(tokenizer: Any) -> list[int]:

@@ -169,7 +169,7 @@ def _printed(path: Path, line: int, row: dict[str, str], value: float, maximum: 
     told = f"{path}, row {line}: {clean(row['benchmark'])} scores {value:g} of {largest:g}"
     if largest == 100 and chance is not None and 0 < chance <= 1:
         raise DataError(f"{told}, and chance is {chance:g}: write both in percent")
-    if stderr and not lower and items is None and 0 < value < largest:
+    if stderr and not lower and items is None and not row.get("maximum") and 0 < value < largest:
         taken = value * (largest - value) / stderr**2
         if taken < 1 or (largest == 100 and taken > _MOST_ITEMS):
             raise DataError(

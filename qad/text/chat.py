@@ -104,9 +104,9 @@ def _require_shown(template: str, messages: Sequence[Message], where: str, given
     asked = [(message, keys) for message in messages for keys in (_THINKING, ("tool_calls",))]
     for held in ([key for key in keys if row.get(key)] for row, keys in (*asked, (given, ("tools",)))):
         if held and not any(re.search(rf"(?<!\w){key}(?!\w)", template) for key in held):
-            lost = held[0]
+            lost, holder = held[0], "the row" if held == ["tools"] else "a message"
             raise DataError(
-                f"{where}: {'the row' if lost == 'tools' else 'a message'} has {lost!r}, which the model's chat template does not show: it would be left out. Write it "
+                f"{where}: {holder} has {lost!r}, which the model's chat template does not show: it would be left out. Write it "
                 f"into the content, give a model whose template shows it, or drop {lost!r}"
             )
 

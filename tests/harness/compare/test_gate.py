@@ -40,6 +40,20 @@ def policy(**thresholds: object) -> Policy:
 RECOVERY = {"at_least": 0.99}
 
 
+@pytest.mark.parametrize(
+    "thresholds",
+    [
+        {"top1": {"at_least": 90}},
+        {"median_recovery": {"at_least": 99}},
+        {"failure_share": {"at_most": 1.5}},
+        {"confidence": 1 - 1e-16},
+    ],
+)
+def test_a_threshold_that_nothing_can_meet_or_miss_is_refused(thresholds: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"is a share, at most|less than or equal"):
+        policy(**{"kl": {"at_most": 1}, **thresholds})
+
+
 @pytest.mark.parametrize("threshold", ["median_recovery", "worst_benchmark"])
 @pytest.mark.parametrize(("low", "outcome"), [(1.5, INCONCLUSIVE), (0.5, INCONCLUSIVE)])
 def test_a_doubtful_recovery_is_never_a_pass(threshold: str, low: float, outcome: str) -> None:

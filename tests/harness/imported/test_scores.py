@@ -225,6 +225,10 @@ def test_every_further_column_of_a_long_table_is_a_setting(tmp_path: Path) -> No
         ("benchmark,bf16,BF16\nmmlu,85.8,84.7\n", "has two columns 'bf16'"),
         ('benchmark,bf16\n"mmlu,85.8\n', "cannot be read as a CSV table"),
         ("benchmark,n_shot\narc,1\n", "has the columns"),
+        ("benchmark,bf16,stderr\nmmlu,62,0.01\n", "standard error of 0.01, which 2.36e\\+07 items would have"),
+        ("benchmark,bf16,stderr\nmmlu,0.62,1.2\n", "standard error of 1.2, which 0.164 items would have"),
+        ("benchmark,bf16,chance\nmmlu,62,0.25\n", "chance is 0.25: write both in percent"),
+        ("benchmark,bf16,items\nmmlu,62,1e30\n", "items is '1e30', expected 1 or more, below 1e12"),
         ("benchmark,bf16\n", "has no rows"),
         ("benchmark,bf16\narc,n/a\n", "holds no score"),
     ],
@@ -252,6 +256,20 @@ def test_a_recovery_that_is_not_plausible_is_named_and_passes_nothing(tmp_path: 
     assert verdict.outcome == INCONCLUSIVE
     perplexity = "benchmark,bf16,qad,higher_is_better,stderr\nppl,30,10,false,0.01\n"
     assert not compare(read(tmp_path / "p.csv", perplexity)).benchmarks[0].doubt, "perplexity has no largest value"
+
+
+@pytest.mark.parametrize("lost", ["nan", ""])
+def test_a_benchmark_that_an_arm_lost_passes_nothing(tmp_path: Path, lost: str) -> None:
+    found = compare(read(tmp_path / "t.csv", f"benchmark,bf16,ptq,stderr\na,62,62,0.1\nb,55,{lost},0.1\n"))
+    verdict = judge(found, load_policy("drop-1pct"))
+    assert verdict.outcome == INCONCLUSIVE
+    assert "recovery on b was not measured" in " ".join(check.why for check in verdict.checks)
+
+
+def test_perplexity_is_better_when_lower_though_nobody_says_so(tmp_path: Path) -> None:
+    found = compare(read(tmp_path / "t.csv", "benchmark,metric,bf16,ptq,stderr\nwiki,word_perplexity,10,14,0.05\n"))
+    assert not found.benchmarks[0].higher_is_better
+    assert recoveries(found, "ptq")[0] < 0.8
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\n", "\r\n"])

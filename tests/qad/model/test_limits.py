@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qad.errors import SourceError, UsageError
-from qad.model.limits import require_ids, require_positions
+from qad.model.limits import require_ids, require_layers, require_positions
 from qad.model.loader import load_tokenizer
 
 P = 24
@@ -82,3 +82,11 @@ def test_a_token_without_a_row_is_named_with_its_id(tiny_llama_dir: Path) -> Non
     tokenizer.add_tokens(["more"])
     with pytest.raises(SourceError, match=r"\(2 such tokens\)"):
         require_ids(skeleton, tokenizer, tiny_llama_dir)
+
+
+def test_layers_that_the_config_does_not_count_are_refused_but_for_heads_that_draft() -> None:
+    tensors = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)]
+    with pytest.raises(SourceError, match=r"tensors of 3 layers, num_hidden_layers of its config\.json is 2"):
+        require_layers({"num_hidden_layers": 2}, tensors, Path("m"))
+    require_layers({"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, tensors, Path("m"))
+    require_layers({"text_config": {"num_hidden_layers": 3}}, tensors, Path("m"))

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qad.errors import SourceError
+from qad.model.built_config import built_config
 from qad.model.source import open_checkpoint
 from qad.training.stages import require_finite
 
@@ -146,6 +147,25 @@ def test_the_digest_follows_the_contents(model: Path) -> None:
     before = open_checkpoint(model).digest
     edit_config(model, rope_scaling=None, extra=1)
     assert open_checkpoint(model).digest != before
+
+
+@pytest.mark.parametrize(
+    "name", ["merges.txt", "special_tokens_map.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja"]
+)
+def test_the_digest_follows_all_that_makes_ids_and_prompts(model: Path, name: str) -> None:
+    digests = {open_checkpoint(model).digest}
+    for text in ("a b", "b a"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
+        digests.add(open_checkpoint(model).digest)
+    assert len(digests) == 3
+
+
+def test_infinity_as_transformers_5_writes_it_is_read() -> None:
+    config = {"model_type": "falcon_h1", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    built = built_config(config)
+    assert built is not None
+    assert built.time_step_limit[1] == float("inf")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -184,7 +184,7 @@ def test_an_answer_of_weight_0_is_context_and_not_in_the_loss(tokenizer: Any, te
     assert found == [first + second, second, first, ""]
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "tool_calls"])
 @pytest.mark.parametrize(
     "template",
     [CHATML, MARKED, "{% if enable_thinking and reasoning_effort %}{% endif %}" + CHATML],
