@@ -56,7 +56,7 @@ def _calibrated(folder: Folder) -> Iterator[Finding]:
         name = f"{module}.{folder.layout.leaf(record.name, INPUT_SCALE)}"
         entry = folder.tensors.get(name)
         if record.quantizes_inputs and entry is not None and math.prod(entry[1].shape) == 1 and entry[1].dtype == "F32":
-            found[name] = float(folder.layout.decode_scale(folder.get(name), record.name).reshape(())) * record.largest
+            found[name] = float(folder.layout.decode_scale(folder.scalar(name), record.name).reshape(())) * record.largest
     if len(found) >= _MODULES and len(set(found.values())) == 1:
         told = f"input scales of all {len(found)} modules are one number: nothing was calibrated"
         yield warning("E3", next(iter(found)), told, "calibrate, unless one scale for all was meant")
