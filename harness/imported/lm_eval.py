@@ -42,8 +42,8 @@ def lm_eval_records(files: list[Path], folder: Path, arm: str) -> list[Record]:
             if absent:
                 left_out.append(f"{task}: of its {len(children)} tasks {', '.join(absent[:3])} {_are(absent)} not in {file.name}")
             samples = f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl"
-            if samples in there[file.parent]:
-                sampled += _sampled(raw, task, file.with_name(samples))
+            if samples in there[file.parent] and (items := _sampled(raw, task, file.with_name(samples))):
+                sampled += items
                 used.append(file.with_name(samples))
             elif found := _printed(raw, task):
                 printed += found
@@ -120,7 +120,8 @@ def _items(raw: dict[str, Any], task: str) -> int | None:
 
 
 def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
-    """One TaskScore a filter; the first metric that is a number per item and is among the results."""
+    """One TaskScore a filter; the first metric that is a number per item and is among the results. None where no metric is, as
+    a corpus's perplexity: its printed score counts."""
     try:
         rows = [row for _, row in json_lines(file, nan_is_null=True)]
         if rows and not all("filter" in row for row in rows):  # one row an item and filter, and nothing tells which
@@ -155,8 +156,8 @@ def _sampled(raw: dict[str, Any], task: str, file: Path) -> list[TaskScore]:
             )
             for name in filters
         ]
-    except StopIteration as error:
-        raise DataError(f"{file} has no score per item: arms cannot be paired on it") from error
+    except StopIteration:
+        return []
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, OSError) as error:
         reason = clean(repr(error), 200)
         raise DataError(f"{file} is no samples file of lm-eval ({reason}): give the folder of one run") from error

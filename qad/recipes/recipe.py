@@ -49,7 +49,7 @@ class Train(_Strict):
     """qad (learn the teacher's distribution; published, studies: skill), qat (cross-entropy on the text), or a list of both"""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "mse"] = "forward_kl"
     """of qad (forward_kl: published; studies: losses)"""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """of both distributions in the loss (1: published)"""
     teacher: str | None = None
     """a larger model of the same tokenizer; none is the BF16 original (published)"""
