@@ -357,6 +357,26 @@ def test_another_chat_template_is_another_prompt(exported: Path, arm_dir: Path) 
     assert [(f.rule, f.module) for f in check(exported, source=arm_dir)] == [("W3", "tokenizer")]
 
 
+def test_answers_end_and_are_drawn_as_the_sources(exported: Path, arm_dir: Path) -> None:
+    file = exported / "generation_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "temperature": 9.0}))
+    assert [(f.rule, f.module, f.severity) for f in check(exported, source=arm_dir)] == [("W3", file.name, "warning")]
+    file.unlink()
+    assert ("W3", file.name, "error") in [(f.rule, f.module, f.severity) for f in check(exported, source=arm_dir)]
+
+
+def test_input_scales_that_nobody_measured_are_said(exported: Path, arm_dir: Path) -> None:
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {name: torch.ones_like(value) for name, value in tensors.items() if name.endswith(".input_scale")}
+    save_file(tensors, path, {"format": "pt"})
+    (exported / "qad_manifest.json").unlink()
+    assert any("nothing was calibrated" in finding.message for finding in check(exported))
+    told = [finding for finding in check(exported, source=arm_dir) if "times off" in finding.message]
+    assert [(finding.rule, finding.severity) for finding in told] == [("W3", "error")]
+
+
 def test_an_unknown_architecture_is_judged_by_its_files(exported: Path) -> None:
     edit("config.json", lambda c: c.update(model_type="nobody-knows"))(exported)
     assert [(f.rule, f.severity) for f in check(exported)] == [("E11", "warning")]
